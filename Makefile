@@ -1,0 +1,74 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Each makes the environment it needs.
+PYTHON ?= python3
+VENV ?= .venv
+VENV_COMPAT ?= .venv-compat
+COMPAT_TRANSFORMERS ?= 5.17.0
+
+# one thread a process: two run side by side
+TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -q
+PYTEST_COMPAT = $(TEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q
+# the output of each half appears in one piece when it ends; a failure of one does not stop the other
+SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-kernels test-service compat compat-device compat-engine mutants gpu
+.PHONY: lint format clean
+
+help:  ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(VENV)/.stamp  ## continuous batching of a real model, beside transformers' own
+	$(VENV)/bin/python -m bench.demo
+
+test: $(VENV)/.stamp  ## every test that needs no accelerator, in minutes
+	@echo "kernels in Triton's interpreter and all other tests, side by side; results at the end"
+	@$(SIDE_BY_SIDE) test-kernels test-service
+
+# the interpreter is chosen when Triton is loaded, so these tests have a process of their own
+test-kernels: $(VENV)/.stamp
+	$(PYTEST) tests/kernels
+
+test-service: $(VENV)/.stamp
+	$(PYTEST) tests --ignore tests/kernels
+
+compat: $(VENV_COMPAT)/.stamp  ## the device and engine tests under the oldest transformers supported
+	@echo "device and engine tests under transformers $(COMPAT_TRANSFORMERS), side by side"
+	@$(SIDE_BY_SIDE) compat-device compat-engine
+
+compat-device: $(VENV_COMPAT)/.stamp
+	$(PYTEST_COMPAT) tests/device
+
+compat-engine: $(VENV_COMPAT)/.stamp
+	$(PYTEST_COMPAT) tests/engine
+
+mutants: $(VENV)/.stamp  ## seed bugs one by one and see the tests catch each
+	$(PYTEST) -m mutants tests
+
+gpu: $(VENV)/.stamp  ## the tests that need an accelerator
+	$(VENV)/bin/python -m pytest -q -m gpu tests
+
+lint: $(VENV)/.stamp  ## ruff check and ruff format, nothing exempt
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.stamp  ## put the code in form
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove what the commands made here; the cache of models stays
+	rm -rf $(VENV) $(VENV_COMPAT) *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# made again only when what it was made from changes
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(VENV_COMPAT)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_COMPAT)
+	sed 's/^transformers==.*/transformers==$(COMPAT_TRANSFORMERS)/' constraints.txt \
+		> $(VENV_COMPAT)/constraints.txt
+	$(VENV_COMPAT)/bin/python -m pip install --quiet --editable '.[test]' \
+		--constraint $(VENV_COMPAT)/constraints.txt
+	@touch $@
