@@ -1,0 +1,129 @@
+"""A plan in the making: what is promised so far, and what budgets and blocks are left.
+
+Reads `State` and `Limits`, writes neither; decides nothing about order (`schedule`, `admission`).
+"""
+
+from tcb.planning.config import Limits
+from tcb.planning.plan import BatchPlan, Blocks, Chunk, Pairs, Relief
+from tcb.planning.state import Sequence, State
+from tcb.planning.supply import Supply
+
+
+class Draft:
+    """The local counters of one `plan_batch` call."""
+
+    def __init__(self, state: State, limits: Limits):
+        self.state = state
+        self.limits = limits
+        self.supply = Supply(state.pool)
+        self.num_groups = len(state.groups)
+        self.num_full = sum(group.window is None for group in state.groups)
+        self.tokens_left = limits.max_batch_tokens
+        self.requests_left = limits.max_requests
+        self.decodes: list[int] = []
+        self.chunks: list[Chunk] = []
+        self.relief: list[Relief] = []
+        self.relieved: set[int] = set()
+        # blocks that running prompts still need after this batch: the queue cannot have them
+        self.owed = 0
+        self.starving = False
+        self.tight = state.pool.available < limits.safety_margin * state.pool.num_blocks
+        self.rows = reversed(state.free_rows)
+        self.rows_left = len(state.free_rows)
+        self.host = reversed(state.free_host)
+        self.host_left = len(state.free_host)
+
+    @property
+    def is_full(self) -> bool:
+        """True when the batch takes no more tokens or no more sequences."""
+        return self.tokens_left == 0 or self.requests_left == 0
+
+    @property
+    def is_started(self) -> bool:
+        """True when anything is in the batch."""
+        return bool(self.decodes or self.chunks)
+
+    @property
+    def keeps_margin(self) -> bool:
+        """Below the safety margin prompts wait while anything else is in the batch."""
+        return self.tight and self.is_started
+
+    def wanted(self, sequence: Sequence, start: int) -> int:
+        """Tokens that the sequence would compute from `start`: all pending ones that the budget
+        admits.
+
+        A prompt with forks to come pauses before its last token: there the forks leave, each to
+        sample its own.
+        """
+        end = sequence.length
+        if sequence.unforked and start < sequence.num_prompt - 1:
+            end = sequence.num_prompt - 1
+        return min(end - start, self.tokens_left)
+
+    def new_pages(self, end: int, end_page: int) -> int:
+        """Pages to add behind `end_page` so that positions below `end` have a slot; every group
+        needs each of them.
+        """
+        return max(0, -(-end // self.state.page_size) - end_page)
+
+    def reach(self, end_page: int, num_blocks: int) -> int:
+        """The first position without a slot when `num_blocks` are spent on pages behind
+        `end_page`.
+        """
+        return (end_page + num_blocks // self.num_groups) * self.state.page_size
+
+    def add_decodes(self, keys: list[int]) -> None:
+        """Promise one token to each of these sequences that have room, as far as the budgets go."""
+        self.decodes = keys[: min(self.tokens_left, self.requests_left)]
+        self.tokens_left -= len(self.decodes)
+        self.requests_left -= len(self.decodes)
+
+    def add_chunk(
+        self,
+        sequence: Sequence,
+        row: int,
+        start: int,
+        count: int,
+        *,
+        first: tuple[int, ...],
+        shared: tuple[Blocks, ...],
+        num_fresh: tuple[int, ...],
+        copy_from: Blocks = (),
+    ) -> Chunk:
+        """Promise `count` tokens from `start` and take the blocks for them; there must be enough in
+        the supply.
+        """
+        fresh = tuple(map(self.supply.take, num_fresh))
+        copies = tuple(
+            (source, blocks[0]) for source, blocks in zip(copy_from, fresh, strict=False)
+        )
+        chunk = Chunk(
+            key=sequence.key,
+            row=row,
+            start=start,
+            count=count,
+            samples=start + count == sequence.length,
+            first=first,
+            shared=shared,
+            fresh=fresh,
+            copies=copies,
+            restore=_restored(sequence, fresh),
+        )
+        self.chunks.append(chunk)
+        self.tokens_left -= count
+        self.requests_left -= 1
+        rest = -(-sequence.length // self.state.page_size) - -(-chunk.end // self.state.page_size)
+        self.owed += self.num_full * rest
+        return chunk
+
+    def finish(self) -> BatchPlan:
+        """The frozen plan."""
+        return BatchPlan(tuple(self.decodes), tuple(self.chunks), tuple(self.relief))
+
+
+def _restored(sequence: Sequence, fresh: tuple[Blocks, ...]) -> Pairs:
+    """Host slots of an offloaded sequence with the first of its new blocks, group by group."""
+    if sequence.host is None:
+        return ()
+    groups = zip(sequence.host, fresh, strict=True)
+    return tuple(pair for slots, blocks in groups for pair in zip(slots, blocks, strict=False))

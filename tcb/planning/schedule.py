@@ -1,0 +1,128 @@
+"""From state to plan: which sequences compute how many tokens next, and in which blocks.
+
+Reads `State` and `Limits`, writes neither; uses no clock, no `hash()` and no set order, so equal
+states give equal plans.
+"""
+
+from tcb.planning.admission import plan_waiting
+from tcb.planning.config import Limits
+from tcb.planning.draft import Draft
+from tcb.planning.plan import BatchPlan, Relief
+from tcb.planning.state import Sequence, State, pages_left
+
+
+def plan_batch(state: State, limits: Limits) -> BatchPlan:
+    """The next batch: running sequences first, in the order of the policy, then whom the queue lets
+    in.
+    """
+    draft = Draft(state, limits)
+    decoding, growing, prefilling = _sort_running(state)
+    if limits.policy == "prefill_first":
+        _plan_each(draft, prefilling)
+        draft.add_decodes(_not_relieved(draft, decoding))
+        _plan_each(draft, growing)
+    else:
+        draft.add_decodes(decoding)
+        _plan_each(draft, growing)
+        _plan_each(draft, prefilling)
+    plan_waiting(draft)
+    return draft.finish()
+
+
+def _sort_running(state: State) -> tuple[list[int], list[Sequence], list[Sequence]]:
+    """Keys that decode in room they have; sequences that decode into a new page; unfinished
+    prompts.
+    """
+    decoding, growing, prefilling = [], [], []
+    for key, sequence in state.running.items():
+        length, computed = len(sequence.tokens) + sequence.in_flight, sequence.computed
+        if length - computed == 1:
+            if length < sequence.limit:
+                if computed < sequence.room:
+                    decoding.append(key)
+                else:
+                    growing.append(sequence)
+        elif length > computed:
+            prefilling.append(sequence)
+    return decoding, growing, prefilling
+
+
+def _not_relieved(draft: Draft, keys: list[int]) -> list[int]:
+    return [key for key in keys if key not in draft.relieved] if draft.relieved else keys
+
+
+def _plan_each(draft: Draft, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        if draft.is_full:
+            return
+        if sequence.key in draft.relieved:
+            continue
+        if sequence.length - sequence.computed > 1 and draft.keeps_margin:
+            return
+        _plan_running(draft, sequence)
+
+
+def _plan_running(draft: Draft, sequence: Sequence) -> None:
+    """One chunk of a running sequence that needs new pages, or whose prompt is not done."""
+    supply, start = draft.supply, sequence.computed
+    count = draft.wanted(sequence, start)
+    end_page = sequence.room // draft.state.page_size
+    need = draft.num_groups * draft.new_pages(start + count, end_page)
+    leaving = _leaving(draft.state, sequence)
+    freed = sum(supply.readers(block) == 1 for block in leaving)
+    # a decode needs its page; a prompt that finds at least one more page goes on with a shorter
+    # chunk
+    _relieve_newer(draft, sequence, min(need, draft.num_groups) - freed)
+    if need > supply.left + freed:
+        count = draft.reach(end_page, supply.left + freed) - start
+    if count <= 0:
+        draft.starving = True
+        return
+    for block in leaving:
+        supply.release(block)
+    new_pages = draft.new_pages(start + count, end_page)
+    draft.add_chunk(
+        sequence,
+        sequence.row,
+        start,
+        count,
+        first=(end_page,) * draft.num_groups,
+        shared=((),) * draft.num_groups,
+        num_fresh=(new_pages,) * draft.num_groups,
+    )
+
+
+def _leaving(state: State, sequence: Sequence) -> list[int]:
+    """Blocks whose pages no later query reads: recycled in place where nobody else wants them."""
+    blocks = []
+    for g, table in enumerate(sequence.tables):
+        blocks += table[: pages_left(state, sequence, g, sequence.computed)]
+    return blocks
+
+
+def _relieve_newer(draft: Draft, sequence: Sequence, need: int) -> None:
+    """Take blocks from sequences that came later, the newest first, until `need` are there.
+
+    Only later ones: so the oldest always goes on, and everybody's turn comes.
+    """
+    if need <= draft.supply.left:
+        return
+    planned = {*draft.decodes, *(chunk.key for chunk in draft.chunks), *draft.relieved}
+    newer = sorted(key for key in draft.state.running if key > sequence.key and key not in planned)
+    while need > draft.supply.left and newer:
+        _relieve(draft, draft.state.running[newer.pop()])
+
+
+def _relieve(draft: Draft, victim: Sequence) -> None:
+    num_blocks = sum(map(len, victim.tables))
+    if 0 < num_blocks <= draft.host_left:
+        draft.host_left -= num_blocks
+        # zip asks the table first, so that no host slot is drawn in vain
+        pairs = tuple(tuple(zip(table, draft.host, strict=False)) for table in victim.tables)
+        draft.relief.append(Relief(victim.key, "offload", pairs))
+    else:
+        draft.relief.append(Relief(victim.key, "recompute"))
+    draft.relieved.add(victim.key)
+    for table in victim.tables:
+        for block in table:
+            draft.supply.release(block)

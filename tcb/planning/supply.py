@@ -1,0 +1,94 @@
+"""The blocks that one plan may hand out, counted without taking any of them.
+
+Reads a `BlockPool`, never writes it: what this plan gives away, shares or gets back is kept in
+local counters.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from tcb.planning.blocks import BlockPool
+
+
+class Supply:
+    """Blocks in the order in which they are handed out: given back by this plan, free, idle, given
+    back but indexed.
+
+    `left` is how many can still be taken.
+    """
+
+    __slots__ = (
+        "_claimed",
+        "_free",
+        "_given",
+        "_idle",
+        "_pool",
+        "_readers",
+        "_recycled",
+        "_retired",
+        "left",
+    )
+
+    def __init__(self, pool: BlockPool):
+        self.left = pool.available
+        self._pool = pool
+        self._free = reversed(pool.free)
+        self._idle = iter(pool.idle)
+        self._recycled: list[int] = []
+        self._retired: deque[int] = deque()
+        self._readers: dict[int, int] = {}
+        self._given: set[int] = set()
+        self._claimed: set[int] = set()
+
+    def readers(self, block: int) -> int:
+        """Readers that the block has left, after what this plan released."""
+        return self._readers.get(block, self._pool.readers[block])
+
+    def release(self, block: int) -> None:
+        """Count one reader less; without readers the block can be handed out by this plan."""
+        readers = self.readers(block) - 1
+        self._readers[block] = readers
+        if readers == 0:
+            self.left += 1
+            if block in self._pool.key_of:
+                self._retired.append(block)
+            else:
+                self._recycled.append(block)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Name `count` blocks; there must be as many `left`."""
+        blocks = tuple(self._next() for _ in range(count))
+        self._given.update(blocks)
+        self.left -= count
+        return blocks
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        """The block that holds this page, unless this plan has promised it to somebody else's new
+        content.
+        """
+        block = self._pool.find(group, digest)
+        return None if block in self._given else block
+
+    def cost(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks sharing would take out of the supply."""
+        return sum(self.readers(block) == 0 and block not in self._claimed for block in blocks)
+
+    def claim(self, blocks: tuple[int, ...]) -> None:
+        """Share these blocks: their content stays, so this plan hands none of them out."""
+        self.left -= self.cost(blocks)
+        self._claimed.update(blocks)
+
+    def _next(self) -> int:
+        while True:
+            block = self._pop()
+            if block not in self._claimed:
+                return block
+
+    def _pop(self) -> int:
+        if self._recycled:
+            return self._recycled.pop()
+        for blocks in (self._free, self._idle):
+            block = next(blocks, None)
+            if block is not None:
+                return block
+        return self._retired.popleft()
