@@ -1,0 +1,1 @@
+"""Carrying out a packed batch on a device with torch; decides nothing about what is batched."""

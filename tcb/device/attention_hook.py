@@ -1,0 +1,96 @@
+"""Calls a model on one packed batch, and passes its attention to whoever carries the batch out.
+
+transformers' attention interface is the way in: the twin's configurations name the function that is
+registered here, and one keyword takes the batch through the model to it. Which pages are read or
+written, and which models can be called so, is not known here.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "tcb_paged"
+# set on the attention modules of a twin: the number under which a layer calls `attend`
+LAYER = "_tcb_layer"
+
+
+class Batch(Protocol):
+    """What goes through the model as the keyword `tcb_batch`."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of one layer for all packed tokens, their keys and values stored on the way.
+
+        layer   position of the layer among those that call attention, in the order of the calls
+        query   [tokens, heads, dim]    key, value  [tokens, kv_heads, dim | value_dim]
+        sinks   [heads] or None         returns     [tokens, heads, value_dim]
+
+        The tensors are views of the model's own, with any strides.
+        """
+
+
+def register() -> None:
+    """Make our attention known to transformers; again and again is as good as once.
+
+    No mask function goes with it: models then build no mask.
+    """
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+def call_model(
+    twin: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    sample_index: Tensor,
+    batch: Batch,
+    *,
+    keeps_logits: bool = True,
+) -> Tensor:
+    """Logits [samples, vocabulary] at the packed tokens that `sample_index` names.
+
+    input_ids, position_ids [tokens] and sample_index [samples] are int64 on the twin's device.
+    keeps_logits: the model's forward takes `logits_to_keep`; without it, logits of all tokens are
+    computed and the wanted ones taken. Records no gradients; runs `batch.attend` once a layer.
+    """
+    keep = {"logits_to_keep": sample_index} if keeps_logits else {}
+    with torch.no_grad():
+        output = twin(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            tcb_batch=batch,
+            **keep,
+        )
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        return logits[0] if keeps_logits else logits[0, sample_index]
+
+
+def pack(states: Tensor) -> Tensor:
+    """[1, heads, tokens, dim] as [tokens, heads, dim], without a copy."""
+    return states[0].transpose(0, 1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    tcb_batch: Batch | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. Window, softcap and scale were read when the model was
+    probed; sinks are weights and are taken from the call."""
+    if tcb_batch is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without a batch: the model was not called through "
+            "call_model, or it drops keywords on their way to attention"
+        )
+    layer = getattr(module, LAYER)
+    output = tcb_batch.attend(layer, pack(query), pack(key), pack(value), s_aux)
+    return output[None], None

@@ -1,0 +1,171 @@
+"""The loop that turns requests into tokens: plan, launch, land; one for depth 0 and 1.
+
+Knows nothing of threads, queues or delivery (`manager`), and nothing of what a batch costs on the
+device (`runner`).
+"""
+
+from collections import deque
+from time import perf_counter
+
+from torch import nn
+
+from tcb.device.facts import read_facts
+from tcb.device.model_probe import ModelLayers, probe
+from tcb.device.model_twin import is_current, twin
+from tcb.device.runner import Flight, Histories, Runner
+from tcb.device.sampling import Options
+from tcb.device.weights import changed, fingerprint
+from tcb.planning.config import ContinuousBatchingConfig, Limits, WorkloadHints, resolve
+from tcb.planning.groups import group_layers
+from tcb.planning.packing import pack_batch
+from tcb.planning.plan import BatchPlan
+from tcb.planning.request import Request
+from tcb.planning.schedule import plan_batch
+from tcb.planning.state import (
+    Landed,
+    Results,
+    Sequence,
+    State,
+    apply_arrival,
+    apply_cancel,
+    apply_new_weights,
+    apply_plan,
+    apply_results,
+    new_state,
+)
+
+NOTHING = Landed((), ())
+
+
+class Engine:
+    """One model's continuous batching. Every method but `check` belongs to one thread at a time.
+
+    Raises ValueError (a model, an option or a setting that cannot be served) and MemoryError before
+    anything starts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        config: ContinuousBatchingConfig,
+        hints: WorkloadHints | None = None,
+    ):
+        self.model, self.options = model, options
+        self._twin = twin(model)
+        self.layers: ModelLayers = probe(model, self._twin)
+        groups = group_layers(self.layers.layers)
+        facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
+        self.limits: Limits = resolve(config, facts)
+        self.state: State = new_state(groups, self.limits)
+        self._runner = Runner(self._twin, self.layers, groups, self.state.columns, self.limits)
+        self._flying: deque[tuple[BatchPlan, Flight]] = deque()
+        self._weights = fingerprint(model)
+
+    @property
+    def has_work(self) -> bool:
+        """True while anything waits, runs or flies."""
+        return bool(self.state.waiting or self.state.running or self._flying)
+
+    def check(self, prompt_length: int, max_new_tokens: int) -> None:
+        """Raise ValueError if a request of these lengths can never be computed. Reads the limits
+        only.
+        """
+        # the last token is sampled, never computed
+        positions = prompt_length + max_new_tokens - 1
+        if positions > self.limits.max_length:
+            raise ValueError(
+                f"prompt of {prompt_length} tokens and max_new_tokens {max_new_tokens} need "
+                f"{positions} positions; accepted: at most {self.limits.max_length} "
+                "(more num_blocks or max_memory_percent allow more)"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its forks follow it before the next step. ValueError if it can never fit
+        or its id is live.
+        """
+        self.check(len(request.prompt), request.max_new_tokens)
+        if request.id in self.state.keys:
+            raise ValueError(f"request_id is {request.id!r}; accepted: ids of no live request")
+        apply_arrival(self.state, request)
+
+    def cancel(self, request_id: str) -> list[Sequence]:
+        """End a request where it stands. Returns it, and those forks of it that had not begun."""
+        return apply_cancel(self.state, request_id)
+
+    def step(self) -> Landed:
+        """Plan and launch the next batch, then land the oldest while more than `depth` fly or
+        nothing was planned.
+        """
+        plan = plan_batch(self.state, self.limits)
+        if not plan.is_empty:
+            self._launch(plan)
+        if self._flying and (len(self._flying) > self.limits.depth or plan.is_empty):
+            return self._land()
+        return NOTHING
+
+    def drain(self) -> list[Landed]:
+        """Land everything that flies."""
+        landed = []
+        while self._flying:
+            landed.append(self._land())
+        return landed
+
+    def refresh_weights(self) -> bool:
+        """Look whether the weights are still those of the cached keys and values; if not, all are
+        forgotten.
+
+        For the borders where somebody else may have written them. Nothing may fly: drain first.
+        Returns whether they changed.
+        """
+        assert not self._flying, f"{len(self._flying)} batches fly while weights are compared"
+        moved = not is_current(self._twin, self.model)
+        if not moved and not changed(self._weights, self.model):
+            return False
+        if moved:
+            self._twin = self._runner.twin = twin(self.model)
+            if probe(self.model, self._twin) != self.layers:
+                name = type(self.model).__name__
+                raise RuntimeError(f"the layers of {name} changed while its cache was in use")
+        apply_new_weights(self.state)
+        self._weights = fingerprint(self.model)
+        return True
+
+    def fail_all(self) -> list[Sequence]:
+        """End every live sequence after an error that leaves the device's state unknown; the cache
+        is forgotten.
+        """
+        self._flying.clear()
+        live = [*self.state.running.values(), *self.state.waiting.values()]
+        for sequence in live:
+            apply_cancel(self.state, sequence.request.id)
+        self.state.pool.forget_all()
+        return live
+
+    def close(self) -> None:
+        """Give the device's memory back; the engine is of no use after it."""
+        self._flying.clear()
+        del self._runner, self._twin
+
+    def _launch(self, plan: BatchPlan) -> None:
+        packed = pack_batch(self.state, plan)
+        histories = self._histories(plan)
+        apply_plan(self.state, plan, perf_counter())
+        self._flying.append((plan, self._runner.launch(packed, histories)))
+
+    def _land(self) -> Landed:
+        plan, flight = self._flying.popleft()
+        tokens, logprobs = flight.land()
+        errors = {plan.sample_keys[place]: text for place, text in flight.errors.items()}
+        return apply_results(self.state, plan, Results(tokens, logprobs, errors), perf_counter())
+
+    def _histories(self, plan: BatchPlan) -> Histories:
+        """Processors and tokens of the samples whose requests bring processors of their own."""
+        if not self.options.needs_history:
+            return {}
+        sequences = map(self.state.find, plan.sample_keys)
+        return {
+            place: (sequence.request.processors, sequence.tokens)
+            for place, sequence in enumerate(sequences)
+            if sequence.request.processors is not None
+        }
