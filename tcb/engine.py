@@ -139,7 +139,7 @@ class Engine:
         live = [*self.state.running.values(), *self.state.waiting.values()]
         for sequence in live:
             apply_cancel(self.state, sequence.request.id)
-        self.state.pool.forget_all()
+        apply_new_weights(self.state)
         return live
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 Reads the draft's `State`, writes only the draft.
 """
 
+from bisect import bisect_left
+
 from tcb.planning.draft import Draft
 from tcb.planning.groups import first_visible_page
 from tcb.planning.plan import Blocks, Chunk
@@ -13,7 +15,7 @@ def plan_waiting(draft: Draft) -> None:
     """Let waiting sequences in, in order, until the first that does not fit; nobody while running
     ones lack blocks.
     """
-    if draft.relief or draft.starving:
+    if draft.relief or draft.starving or not draft.state.waiting:
         return
     state = draft.state
     coming = {digest for chunk in draft.chunks for digest in _computes(draft, chunk)}
@@ -46,37 +48,51 @@ def _plan_prompt(draft: Draft, sequence: Sequence, coming: set[bytes]) -> bool:
     """A fresh prompt, or one to be computed again: behind the longest prefix that the cache
     holds.
     """
-    state, groups = draft.state, draft.state.groups
-    hit = _hit_pages(draft, sequence) if state.share else 0
-    last_hit = (sequence.length - 1) // state.page_size
-    if hit < min(last_hit, len(sequence.digests)) and sequence.digests[hit] in coming:
-        # this batch computes the next page of the same content: one step later it is a hit
-        return True
-    start = hit * state.page_size
-    first = tuple(first_visible_page(start, group.window, state.page_size) for group in groups)
-    shared = tuple(
-        tuple(draft.supply.find(g, digest) for digest in sequence.digests[first[g] : hit])
-        for g in range(len(groups))
-    )
-    chunk = _admit(draft, sequence, start, hit, first, shared)
-    if chunk is None:
-        return False
-    coming.update(_computes(draft, chunk))
-    return True
+    page_size, digests = draft.state.page_size, sequence.digests
+    # at least one token is left to compute
+    end = min((len(sequence.tokens) - 1) // page_size, len(digests))
+    while True:
+        hit = _hit_pages(draft, sequence, end)
+        if hit < end and digests[hit] in coming:
+            # this batch computes the next page of the same content: one step later it is a hit
+            return True
+        # a prompt that waits for blocks is asked in every step: not for every page of it
+        if not draft.is_alone and not _may_fit(draft, sequence, hit):
+            return False
+        first = _first_visible(draft, hit * page_size)
+        shared = tuple(
+            tuple([draft.supply.find(g, digest) for digest in digests[low:hit]])
+            for g, low in enumerate(first)
+        )
+        holes = [
+            blocks.index(None) + low
+            for blocks, low in zip(shared, first, strict=True)
+            if None in blocks
+        ]
+        if not holes:
+            break
+        end = min(holes)
+    chunk = _admit(draft, sequence, hit * page_size, hit, first, shared)
+    if chunk is not None:
+        coming.update(_computes(draft, chunk))
+    return chunk is not None
 
 
-def _hit_pages(draft: Draft, sequence: Sequence) -> int:
-    """Pages of the longest prefix that can be read instead of computed; at least one token is left
-    to compute.
+def _first_visible(draft: Draft, position: int) -> tuple[int, ...]:
+    page_size, groups = draft.state.page_size, draft.state.groups
+    return tuple([first_visible_page(position, group.window, page_size) for group in groups])
+
+
+def _hit_pages(draft: Draft, sequence: Sequence, end: int) -> int:
+    """Pages of the longest prefix, of up to `end` pages, that can be read instead of computed.
 
     Every full group must hold all its pages, every sliding group the pages that the next query's
-    window reaches.
+    window reaches. Full groups are taken to hold no page without those before it: who reads a page
+    reads these too, and gives them back later.
     """
-    state, find, digests = draft.state, draft.supply.find, sequence.digests
-    hit = min((len(sequence.tokens) - 1) // state.page_size, len(digests))
-    for g, group in enumerate(state.groups):
-        if group.window is None:
-            hit = next((page for page in range(hit) if find(g, digests[page]) is None), hit)
+    find, digests, hit = draft.supply.find, sequence.digests, end
+    for g in draft.full:
+        hit = bisect_left(range(hit), True, key=lambda page, g=g: find(g, digests[page]) is None)
     while hit:
         missing = _missing_page(draft, sequence, hit)
         if missing is None:
@@ -89,15 +105,31 @@ def _hit_pages(draft: Draft, sequence: Sequence) -> int:
 def _missing_page(draft: Draft, sequence: Sequence, hit: int) -> int | None:
     """The last page below `hit` that a sliding group would need and does not hold."""
     state, missing = draft.state, None
-    for g, group in enumerate(state.groups):
-        if group.window is None:
-            continue
-        lowest = first_visible_page(hit * state.page_size, group.window, state.page_size)
+    for g in state.sliding:
+        lowest = first_visible_page(hit * state.page_size, state.groups[g].window, state.page_size)
         for page in range(hit - 1, lowest - 1, -1):
             if draft.supply.find(g, sequence.digests[page]) is None:
                 missing = page if missing is None else min(missing, page)
                 break
     return missing
+
+
+def _may_fit(draft: Draft, sequence: Sequence, hit: int) -> bool:
+    """Whether the sequence fits behind `hit` pages; in full groups the idle ones are taken to be
+    the last.
+    """
+    supply, digests, start = draft.supply, sequence.digests, hit * draft.state.page_size
+    first, cost = _first_visible(draft, start), 0
+    for g in draft.state.sliding:
+        cost += supply.cost([supply.find(g, digest) for digest in digests[first[g] : hit]])
+    for g in draft.full:
+
+        def is_idle(page: int, g: int = g) -> bool:
+            block = supply.find(g, digests[page])
+            return block is None or supply.cost([block]) > 0
+
+        cost += hit - bisect_left(range(hit), True, key=is_idle)
+    return _fitting(draft, sequence, start, hit, cost) > 0
 
 
 def _plan_restore(draft: Draft, sequence: Sequence) -> bool:
@@ -112,11 +144,9 @@ def _plan_fork(draft: Draft, sequence: Sequence, parent: Sequence) -> bool:
     """A fork starts at the prompt's last token: full pages are shared, the page being filled is
     copied.
     """
-    state, start = draft.state, parent.computed
-    end_page, filled = divmod(start, state.page_size)
-    first = tuple(
-        first_visible_page(start, group.window, state.page_size) for group in state.groups
-    )
+    start = parent.computed
+    end_page, filled = divmod(start, draft.state.page_size)
+    first = _first_visible(draft, start)
     tables = [(table, parent.first[g]) for g, table in enumerate(parent.tables)]
     shared = tuple(
         tuple(table[low - base : end_page - base])
@@ -140,22 +170,11 @@ def _admit(
 
     Alone, a sequence takes what there is: limits promise that it can always go on page by page.
     """
-    supply, num_groups = draft.supply, draft.num_groups
-    restored = tuple(map(len, sequence.host)) if sequence.host is not None else (0,) * num_groups
-    count = draft.wanted(sequence, start)
-    shared_cost = supply.cost(block for blocks in shared for block in blocks)
-    left = supply.left - shared_cost - sum(restored)
-    num_sliding = num_groups - draft.num_full
-    need = draft.num_full * draft.new_pages(sequence.length, end_page)
-    need += num_sliding * draft.new_pages(start + count, end_page)
-    # who was relieved comes back when the others have a page each to grow into, else it would be
-    # relieved again
-    reserve = len(draft.state.running) * num_groups if sequence.relieved else 0
-    if need + reserve + draft.owed > left:
-        if draft.state.running or draft.is_started:
-            return None
-        count = min(count, draft.reach(end_page, left) - start)
-        assert count > 0, f"{sequence.request.id!r} fits nowhere: {left} blocks left"
+    supply = draft.supply
+    cost = supply.cost(block for blocks in shared for block in blocks)
+    count = _fitting(draft, sequence, start, end_page, cost)
+    if not count:
+        return None
     for blocks in shared:
         supply.claim(blocks)
     new_pages = draft.new_pages(start + count, end_page)
@@ -167,6 +186,32 @@ def _admit(
         count,
         first=first,
         shared=shared,
-        num_fresh=tuple(pages + new_pages for pages in restored),
+        num_fresh=tuple([pages + new_pages for pages in _restored_pages(draft, sequence)]),
         copy_from=copy_from,
     )
+
+
+def _fitting(draft: Draft, sequence: Sequence, start: int, end_page: int, cost: int) -> int:
+    """How many tokens a waiting sequence may compute from `start`, when what it reads takes `cost`
+    blocks out of the supply; 0 if it is to wait.
+    """
+    num_groups, running = draft.num_groups, len(draft.state.running)
+    count = draft.wanted(sequence, start)
+    left = draft.supply.left - cost - sum(_restored_pages(draft, sequence))
+    need = len(draft.full) * draft.new_pages(sequence.length, end_page)
+    need += (num_groups - len(draft.full)) * draft.new_pages(start + count, end_page)
+    # who was relieved comes back when the others have a page each to grow into, else it would be
+    # relieved again
+    reserve = running * num_groups if sequence.relieved else 0
+    if need + reserve + draft.owed <= left:
+        return count
+    if not draft.is_alone:
+        return 0
+    count = min(count, draft.reach(end_page, left) - start)
+    assert count > 0, f"{sequence.request.id!r} fits nowhere: {left} blocks left"
+    return count
+
+
+def _restored_pages(draft: Draft, sequence: Sequence) -> list[int]:
+    """Pages that come back from the host, by group."""
+    return [0] * draft.num_groups if sequence.host is None else [len(h) for h in sequence.host]

@@ -17,7 +17,7 @@ class Draft:
         self.limits = limits
         self.supply = Supply(state.pool)
         self.num_groups = len(state.groups)
-        self.num_full = sum(group.window is None for group in state.groups)
+        self.full = [g for g, group in enumerate(state.groups) if group.window is None]
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests
         self.decodes: list[int] = []
@@ -42,6 +42,11 @@ class Draft:
     def is_started(self) -> bool:
         """True when anything is in the batch."""
         return bool(self.decodes or self.chunks)
+
+    @property
+    def is_alone(self) -> bool:
+        """True when nothing runs and nothing is in the batch: what comes next has all blocks."""
+        return not self.state.running and not self.is_started
 
     @property
     def keeps_margin(self) -> bool:
@@ -93,10 +98,8 @@ class Draft:
         """Promise `count` tokens from `start` and take the blocks for them; there must be enough in
         the supply.
         """
-        fresh = tuple(map(self.supply.take, num_fresh))
-        copies = tuple(
-            (source, blocks[0]) for source, blocks in zip(copy_from, fresh, strict=False)
-        )
+        fresh = tuple([self.supply.take(pages) for pages in num_fresh])
+        targets = [blocks[0] for blocks in fresh] if copy_from else ()
         chunk = Chunk(
             key=sequence.key,
             row=row,
@@ -106,19 +109,21 @@ class Draft:
             first=first,
             shared=shared,
             fresh=fresh,
-            copies=copies,
+            copies=tuple(zip(copy_from, targets, strict=True)),
             restore=_restored(sequence, fresh),
         )
         self.chunks.append(chunk)
         self.tokens_left -= count
         self.requests_left -= 1
-        rest = -(-sequence.length // self.state.page_size) - -(-chunk.end // self.state.page_size)
-        self.owed += self.num_full * rest
+        if not chunk.samples:
+            end_page = -(-chunk.end // self.state.page_size)
+            self.owed += len(self.full) * self.new_pages(sequence.length, end_page)
         return chunk
 
     def finish(self) -> BatchPlan:
-        """The frozen plan."""
-        return BatchPlan(tuple(self.decodes), tuple(self.chunks), tuple(self.relief))
+        """The frozen plan; relief that lets nobody compute anything is not worth it."""
+        relief = tuple(self.relief) if self.is_started else ()
+        return BatchPlan(tuple(self.decodes), tuple(self.chunks), relief)
 
 
 def _restored(sequence: Sequence, fresh: tuple[Blocks, ...]) -> Pairs:

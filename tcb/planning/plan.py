@@ -1,9 +1,11 @@
-"""The decision about one batch, as frozen values: it can be printed, compared, stored and replayed.
+"""The decision about one batch and what it brings home, as frozen values: they can be printed,
+compared, stored and replayed.
 
 Knows nothing of how it was reached or of what it costs to carry out.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -43,8 +45,8 @@ class Relief:
     """A sequence that gives its blocks back: to be computed again later, or with its content kept
     in host slots.
 
-    offload has a (block, host slot) pair for every block of every group, in the order of its
-    tables.
+    offload has a (block, host slot) pair for every block that a later query may read, by group,
+    in the order of the tables.
     """
 
     key: int
@@ -84,3 +86,16 @@ class BatchPlan:
     def num_tokens(self) -> int:
         """Tokens of the batch."""
         return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one batch brought home: a token (and its log-probability) for each of the plan's
+    `sample_keys`.
+
+    A negative token means that the sample failed; `errors` may say why by key.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    errors: dict[int, str] = field(default_factory=dict)

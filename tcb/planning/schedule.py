@@ -95,8 +95,8 @@ def _plan_running(draft: Draft, sequence: Sequence) -> None:
 def _leaving(state: State, sequence: Sequence) -> list[int]:
     """Blocks whose pages no later query reads: recycled in place where nobody else wants them."""
     blocks = []
-    for g, table in enumerate(sequence.tables):
-        blocks += table[: pages_left(state, sequence, g, sequence.computed)]
+    for g in state.sliding:
+        blocks += sequence.tables[g][: pages_left(state, sequence, g, sequence.computed)]
     return blocks
 
 
@@ -114,11 +114,16 @@ def _relieve_newer(draft: Draft, sequence: Sequence, need: int) -> None:
 
 
 def _relieve(draft: Draft, victim: Sequence) -> None:
-    num_blocks = sum(map(len, victim.tables))
+    # pages behind the window are not worth a host slot, nor a block when the sequence comes back
+    kept = [
+        table[pages_left(draft.state, victim, g, victim.computed) :]
+        for g, table in enumerate(victim.tables)
+    ]
+    num_blocks = sum(map(len, kept))
     if 0 < num_blocks <= draft.host_left:
         draft.host_left -= num_blocks
         # zip asks the table first, so that no host slot is drawn in vain
-        pairs = tuple(tuple(zip(table, draft.host, strict=False)) for table in victim.tables)
+        pairs = tuple(tuple(zip(table, draft.host, strict=False)) for table in kept)
         draft.relief.append(Relief(victim.key, "offload", pairs))
     else:
         draft.relief.append(Relief(victim.key, "recompute"))

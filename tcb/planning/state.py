@@ -8,13 +8,12 @@ sequences.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from tcb.planning.blocks import ROOT_DIGEST, BlockPool, page_digest
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, first_visible_page, num_columns
-from tcb.planning.plan import BatchPlan, Chunk, Relief
+from tcb.planning.plan import BatchPlan, Chunk, Relief, Results
 from tcb.planning.request import Request
 
 NO_ROW = -1
@@ -75,6 +74,8 @@ class State:
 
     page_size: int
     groups: tuple[LayerGroup, ...]
+    # the groups that have a window
+    sliding: tuple[int, ...]
     columns: tuple[int, ...]
     share: bool
     pool: BlockPool
@@ -88,19 +89,6 @@ class State:
     def find(self, key: int) -> Sequence | None:
         """The live sequence of this key."""
         return self.running.get(key) or self.waiting.get(key)
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What one batch brought home: a token (and its log-probability) for each of the plan's
-    `sample_keys`.
-
-    A negative token means that the sample failed; `errors` may say why by key.
-    """
-
-    tokens: Seq[int]
-    logprobs: Seq[float] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +107,7 @@ def new_state(groups: tuple[LayerGroup, ...], limits: Limits) -> State:
     return State(
         page_size=page_size,
         groups=groups,
+        sliding=tuple(g for g, group in enumerate(groups) if group.window is not None),
         columns=tuple(
             num_columns(group.window, page_size, limits.max_batch_tokens, limits.max_length)
             for group in groups
@@ -240,8 +229,8 @@ def pages_left(state: State, sequence: Sequence, group: int, position: int) -> i
     window = state.groups[group].window
     if window is None:
         return 0
-    visible = first_visible_page(position, window, state.page_size)
-    return max(0, min(visible - sequence.first[group], len(sequence.tables[group])))
+    left = first_visible_page(position, window, state.page_size) - sequence.first[group]
+    return min(left, len(sequence.tables[group])) if left > 0 else 0
 
 
 def _join_parent(state: State, sequence: Sequence) -> None:
@@ -303,6 +292,7 @@ def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
 def _apply_relief(state: State, relief: Relief) -> None:
     sequence = state.running[relief.key]
     if relief.kind == "offload":
+        _drop_left(state, sequence, sequence.computed)
         host = [[slot for _, slot in pairs] for pairs in relief.offload]
         for slot in (slot for slots in host for slot in slots):
             _pop_named(state.free_host, slot)
@@ -370,9 +360,10 @@ def _drop_all(state: State, sequence: Sequence) -> None:
 
 def _drop_left(state: State, sequence: Sequence, position: int) -> None:
     """Give back the pages that have left the window of every query at `position` and later."""
-    for g, table in enumerate(sequence.tables):
+    for g in state.sliding:
         count = pages_left(state, sequence, g, position)
         if count:
+            table = sequence.tables[g]
             for block in table[:count]:
                 state.pool.drop(block)
             del table[:count]

@@ -6,6 +6,7 @@ local counters.
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from tcb.planning.blocks import BlockPool
 
@@ -19,21 +20,19 @@ class Supply:
 
     __slots__ = (
         "_claimed",
-        "_free",
         "_given",
-        "_idle",
         "_pool",
         "_readers",
         "_recycled",
         "_retired",
+        "_stock",
         "left",
     )
 
     def __init__(self, pool: BlockPool):
         self.left = pool.available
         self._pool = pool
-        self._free = reversed(pool.free)
-        self._idle = iter(pool.idle)
+        self._stock = chain(reversed(pool.free), pool.idle)
         self._recycled: list[int] = []
         self._retired: deque[int] = deque()
         self._readers: dict[int, int] = {}
@@ -57,7 +56,7 @@ class Supply:
 
     def take(self, count: int) -> tuple[int, ...]:
         """Name `count` blocks; there must be as many `left`."""
-        blocks = tuple(self._next() for _ in range(count))
+        blocks = tuple([self._next() for _ in range(count)])
         self._given.update(blocks)
         self.left -= count
         return blocks
@@ -80,15 +79,8 @@ class Supply:
 
     def _next(self) -> int:
         while True:
-            block = self._pop()
+            block = self._recycled.pop() if self._recycled else next(self._stock, None)
+            if block is None:
+                block = self._retired.popleft()
             if block not in self._claimed:
                 return block
-
-    def _pop(self) -> int:
-        if self._recycled:
-            return self._recycled.pop()
-        for blocks in (self._free, self._idle):
-            block = next(blocks, None)
-            if block is not None:
-                return block
-        return self._retired.popleft()
