@@ -54,6 +54,7 @@ def call_model(
     input_ids, position_ids [tokens] and sample_index [samples] are int64 on the twin's device.
     keeps_logits: the model's forward takes `logits_to_keep`; without it, logits of all tokens are
     computed and the wanted ones taken. Records no gradients; runs `batch.attend` once a layer.
+    Raises ValueError where the logits are of another shape: no causal language model.
     """
     keep = {"logits_to_keep": sample_index} if keeps_logits else {}
     with torch.no_grad():
@@ -65,12 +66,21 @@ def call_model(
             **keep,
         )
         logits = output[0] if isinstance(output, tuple) else output.logits
+        rows = sample_index.shape[0] if keeps_logits else input_ids.shape[0]
+        if logits.dim() != 3 or logits.shape[1] != rows:
+            raise ValueError(f"logits are {list(logits.shape)}; accepted: [1, {rows}, vocabulary]")
         return logits[0] if keeps_logits else logits[0, sample_index]
 
 
-def pack(states: Tensor) -> Tensor:
-    """[1, heads, tokens, dim] as [tokens, heads, dim], without a copy."""
-    return states[0].transpose(0, 1)
+def pack(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[1, heads, tokens, dim] as [tokens, heads, dim], views, all of the value's dtype.
+
+    The dtypes differ under autocast only, which leaves rotated queries and keys in fp32; there
+    transformers' own attention casts them as well.
+    """
+    if query.dtype != value.dtype or key.dtype != value.dtype:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
 def _attention(
@@ -85,12 +95,16 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature. Window, softcap and scale were read when the model was
-    probed; sinks are weights and are taken from the call."""
+    probed; sinks are weights and are taken from the call.
+    """
     if tcb_batch is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without a batch: the model was not called through "
             "call_model, or it drops keywords on their way to attention"
         )
-    layer = getattr(module, LAYER)
-    output = tcb_batch.attend(layer, pack(query), pack(key), pack(value), s_aux)
-    return output[None], None
+    layer, packed = getattr(module, LAYER), pack(query, key, value)
+    if not torch.is_autocast_enabled(query.device.type):
+        return tcb_batch.attend(layer, *packed, s_aux)[None], None
+    # a batch chooses its own precision
+    with torch.autocast(query.device.type, enabled=False):
+        return tcb_batch.attend(layer, *packed, s_aux)[None], None

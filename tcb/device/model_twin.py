@@ -32,6 +32,9 @@ _UNSTABLE = frozenset(
         "gradient_checkpointing",
         "_gradient_checkpointing_func",
         "_require_grads_hook",
+        "_require_grads_hooks",
+        "_loss_function",
+        "_previous_max_cache_length",
         "_is_hf_initialized",
         "_output_capturing_hooks_installed",
         "_cached_continuous_batching_manager",
@@ -39,6 +42,10 @@ _UNSTABLE = frozenset(
         "generation_config",
     }
 )
+# hooks that come and go with gradient checkpointing, and have no part in a twin
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+# endings of the names of a module's dictionaries of hooks
+_HOOKS = ("_hooks", "_with_kwargs", "_always_called")
 _KEY = "_tcb_origin"
 
 
@@ -47,21 +54,16 @@ class _Record:
     """What one module of the original looked like.
 
     values     its attributes
-    holders    those of them that are containers, with `size` items in all
-    contents   for each container that was not empty, what it held
+    contents   those of them that are containers, with what they held
     """
 
     module: nn.Module
     values: tuple[Any, ...]
-    holders: tuple[Any, ...]
-    size: int
-    contents: tuple[tuple[Any, tuple[Any, ...]], ...]
+    contents: tuple[tuple[dict | list, tuple[Any, ...]], ...]
 
     def holds(self) -> bool:
-        return (
-            _is_same(_stable_values(self.module), self.values)
-            and sum(map(len, self.holders)) == self.size
-            and all(_is_same(_items(holder), held) for holder, held in self.contents)
+        return _is_same(_stable_values(self.module), self.values) and all(
+            _is_same(_items(holder), held) for holder, held in self.contents if holder or held
         )
 
 
@@ -75,7 +77,7 @@ class _Origin:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Clone `model`: shared parameters and buffers, own modules and configurations, evaluation mode.
+    """Clone `model`: shared parameters and buffers, own modules and configurations, `eval()`.
 
     Every configuration object of the clone names our attention function. Methods and hooks that
     were bound to modules of the original (accelerate, patched `forward`) are bound to the clone's;
@@ -139,9 +141,13 @@ class _Cloner:
         for name, value in original.__dict__.items():
             if name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 state[name] = value
-            elif name == "_modules" or name.endswith(("_hooks", "_with_kwargs", "_always_called")):
+            elif name == "_modules" or (name.endswith(_HOOKS) and isinstance(value, dict)):
                 # own dictionaries: what is added to the clone does not reach the original
-                state[name] = type(value)((key, self.rebind(item)) for key, item in value.items())
+                state[name] = type(value)(
+                    (key, self.rebind(item))
+                    for key, item in value.items()
+                    if not _is_gradient_hook(item)
+                )
             elif name not in ("_compiled_call_impl", _KEY):
                 state[name] = self.rebind(value)
         state["training"] = False
@@ -262,20 +268,24 @@ def _stable_values(module: nn.Module) -> list[Any]:
 
 
 def _record(module: nn.Module) -> _Record:
-    values = tuple(_stable_values(module))
     # weights are replaced without the module meaning anything else
     weights = (module._parameters, module._buffers)
-    holders = tuple(
-        value
+    values = tuple(_stable_values(module))
+    contents = tuple(
+        (value, tuple(_items(value)))
         for value in values
         if isinstance(value, dict | list) and not any(value is own for own in weights)
     )
-    contents = tuple((holder, tuple(_items(holder))) for holder in holders if holder)
-    return _Record(module, values, holders, sum(map(len, holders)), contents)
+    return _Record(module, values, contents)
 
 
-def _items(holder: dict | list) -> Collection[Any]:
-    return holder.values() if isinstance(holder, dict) else holder
+def _items(holder: dict | list) -> list[Any]:
+    items = holder.values() if isinstance(holder, dict) else holder
+    return [item for item in items if not _is_gradient_hook(item)]
+
+
+def _is_gradient_hook(item: Any) -> bool:
+    return getattr(item, "__name__", None) in _GRADIENT_HOOKS
 
 
 def _is_same(now: Collection[Any], before: Collection[Any]) -> bool:

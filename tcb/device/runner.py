@@ -182,7 +182,7 @@ def _process(logits: Tensor, histories: Histories, errors: dict[int, str]) -> Te
     """
     for place, (processors, tokens) in histories.items():
         try:
-            logits[place] = apply_history(processors, tokens, logits[place : place + 1])[0]
+            logits[place] = apply_history(processors, tokens, logits[place])
         except Exception as error:
             logits[place] = float("nan")
             errors[place] = f"logits processor: {type(error).__name__}: {error}"

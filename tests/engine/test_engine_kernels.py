@@ -1,0 +1,58 @@
+"""The engine with every kernel as Triton, in the interpreter: tokens equal `model.generate`."""
+
+import pytest
+
+from tcb.kernels import torch_ops, torch_sampling
+from tcb.kernels.dispatch import is_interpreting
+from tests.conftest import INTERPRETED
+from tests.engine.families import FAMILIES, WINDOW
+from tests.engine.reference import alone, new_engine, prompts_of, run, serve
+
+NEW_TOKENS = 6
+PAGE_SIZE = 8
+# full, sliding, hybrid, soft-capped hybrid, hybrid with sinks, latent attention (values narrower than keys)
+KINDS = ["llama", "mistral", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.fixture(autouse=True)
+def only_triton(monkeypatch):
+    """Triton's interpreter for all operations; torch operations must not be reached."""
+    if not INTERPRETED:
+        pytest.skip("runs in the interpreter only: an accelerator or TRITON_INTERPRET is set")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def unexpected(*_, **__):
+        raise AssertionError("a torch operation ran in place of a Triton kernel")
+
+    for name in torch_ops.__all__:
+        monkeypatch.setattr(torch_ops, name, unexpected)
+    monkeypatch.setattr(torch_sampling, "sample", unexpected)
+    assert is_interpreting()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_tokens_equal_generate(family):
+    model = FAMILIES[family]()
+    head = prompts_of([2 * PAGE_SIZE + 3], seed=1)[0]
+    # a shared prefix of two pages, a chunked prompt beyond the window, a single token
+    prompts = [head + tail for tail in prompts_of([WINDOW, 2], seed=2)] + prompts_of([1], seed=3)
+    expected = [alone(model, prompt, NEW_TOKENS) for prompt in prompts]
+    engine = new_engine(model, page_size=PAGE_SIZE, num_blocks=16, max_batch_tokens=24)
+    assert serve(engine, prompts, NEW_TOKENS) == expected
+
+
+def test_a_prefix_hit_and_offload_with_two_batches_in_flight():
+    model = FAMILIES["gemma3"]()
+    prompts = prompts_of([18, 18, 17], seed=4)
+    expected = [alone(model, prompt, NEW_TOKENS) for prompt in prompts]
+    engine = new_engine(
+        model,
+        page_size=4,
+        num_blocks=7,
+        max_batch_tokens=24,
+        use_async_batching=True,
+        cpu_offload_space=0.001,
+    )
+    assert serve(engine, prompts, NEW_TOKENS) == expected
+    assert serve(engine, prompts[:1], NEW_TOKENS) == expected[:1]
+    assert not run(engine)
