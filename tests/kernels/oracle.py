@@ -1,0 +1,229 @@
+"""Dense attention in fp64, its same-dtype twin, and paged problems full of poison.
+
+It knows what the two attention operations mean, and nothing of how they do it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem; sequences are (positions in the cache, new tokens).
+
+    decode: the one query of a sequence is its last cached position, and there are no new tokens.
+    sinks: None, or the logit that all heads share plus their index / 8. magnitude scales queries.
+    packed: query, key and value are slices of one tensor, and the two caches views of one pool.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    decode: bool = False
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 0
+    page_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: float | None = None
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    magnitude: float = 1.0
+    packed: bool = False
+    padding: int = 0
+    num_splits: int | None = None
+
+    def __str__(self) -> str:
+        shown = ["+".join(f"{context}:{chunk}" for context, chunk in self.sequences)]
+        shown.append(f"h{self.heads}/{self.kv_heads}-d{self.dim}")
+        names = "value_dim", "page_size", "window", "softcap", "sinks", "scale", "num_splits"
+        for name in names:
+            if getattr(self, name) != Case.__dataclass_fields__[name].default:
+                shown.append(f"{name}{getattr(self, name)}")
+        if self.magnitude != 1.0:
+            shown.append(f"x{self.magnitude:g}")
+        shown += ["packed"] * self.packed + [f"pad{self.padding}"] * bool(self.padding)
+        return "-".join([*shown, str(self.dtype).removeprefix("torch.")])
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The tensors of a case, what its rows must come to, and how far off they may be."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+    context_len: torch.Tensor
+    sinks: torch.Tensor | None
+    expected: torch.Tensor
+    tolerance: float
+
+
+def score(query, keys, case, dtype):
+    """Scores [heads, tokens, length] in `dtype`, softcap included, before any mask."""
+    keys = keys.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    scale = query.shape[2] ** -0.5 if case.scale is None else case.scale
+    scores = torch.einsum("qhd,khd->hqk", query.to(dtype), keys) * scale
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    return scores
+
+
+def attend(query, keys, values, case, sinks, dtype):
+    """Attention of the last rows of a sequence over all its keys, computed in `dtype`.
+
+    query [tokens, heads, dim], keys [length, kv_heads, dim], values [length, kv_heads, value_dim],
+    bottom-right causal; returns [tokens, heads, value_dim] in `dtype`.
+    """
+    tokens, heads, _ = query.shape
+    length = keys.shape[0]
+    position = torch.arange(length - tokens, length, device=query.device)[:, None]
+    other = torch.arange(length, device=query.device)[None]
+    seen = other <= position
+    if case.window is not None:
+        seen &= other > position - case.window
+    scores = score(query, keys, case, dtype).masked_fill(~seen, -INF)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(heads, tokens, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., :length]
+    values = values.to(dtype).repeat_interleave(heads // values.shape[1], 1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def tolerance(case, expected, same_dtype, magnitude, largest_score):
+    """At most twice the error of the same-dtype reference, and the rounding of scores and sums.
+
+    A result is a weighted mean of values: its rounding is relative to the mean of their absolute
+    values, `magnitude`. With S the largest score, a kernel's fp32 exponent of a weight has a product
+    of each of two scores (eps/2 * S) and a difference (eps/2 * 2S): 2 eps S. It moves a weight by as
+    much, relatively, and the mean, whose weights sum to one, by at most twice that. A softcap, written
+    as cap * (1 - 2 / (1 + e^2x)), has three more roundings, each of up to eps * cap.
+    """
+    score_band = 2 * largest_score + (3 * case.softcap if case.softcap is not None else 0)
+    band = torch.finfo(case.dtype).eps + 2 * torch.finfo(torch.float32).eps * score_band
+    if not expected.numel():
+        return 0.0
+    error = (same_dtype.double() - expected).abs().max().item()
+    return 2 * error + band * magnitude.max().item()
+
+
+def num_columns(case: Case) -> int:
+    """Columns of the block table: a page each, or a ring for the window and the longest chunk."""
+    longest = max(context + chunk for context, chunk in case.sequences)
+    pages = -(-longest // case.page_size)
+    if case.window is not None:
+        chunk = max(chunk for _, chunk in case.sequences)
+        pages = min(pages, (case.window - 1 + max(chunk, 1) - 1) // case.page_size + 2)
+    return max(pages, 1)
+
+
+def build(case: Case, device: torch.device) -> Problem:
+    """Make the tensors of a case.
+
+    All of the pool is NaN or Inf but the cached positions that the first query of a sequence sees
+    and later ones, guard blocks on either side of the pool too; dead entries of a table are -1 or
+    name a poisoned block.
+    """
+    generator = torch.Generator().manual_seed(len(case.sequences) * 7919 + case.dim)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype).to(device)
+
+    value_dim = case.value_dim or case.dim
+    columns = num_columns(case)
+    blocks = len(case.sequences) * columns + 2
+    key_cache, value_cache = poisoned_caches(case, blocks, value_dim, device)
+    order = torch.randperm(blocks, generator=generator).tolist()
+    stale = order.pop()
+    table = torch.full((len(case.sequences), columns), -1, dtype=torch.int32, device=device)
+    table[:, 1::2] = stale
+    sinks = None
+    if case.sinks is not None:
+        sinks = case.sinks + torch.arange(case.heads, device=device) / 8
+    queries, new_keys, new_values, expected, same_dtype, magnitude = [], [], [], [], [], []
+    largest_score = 0.0
+    for row, (context, chunk) in enumerate(case.sequences):
+        query = normal(1 if case.decode else chunk, case.heads, case.dim) * case.magnitude
+        keys = normal(context + chunk, case.kv_heads, case.dim)
+        values = normal(context + chunk, case.kv_heads, value_dim)
+        first_query = context - case.decode
+        first = 0 if case.window is None else max(0, first_query - case.window + 1)
+        taken = {}
+        for position in range(first, context):
+            page, slot = divmod(position, case.page_size)
+            if page not in taken:
+                taken[page] = order.pop()
+                table[row, page % columns] = taken[page]
+            key_cache[taken[page], slot] = keys[position]
+            value_cache[taken[page], slot] = values[position]
+        expected.append(attend(query, keys, values, case, sinks, torch.float64))
+        magnitude.append(attend(query, keys, values.abs(), case, sinks, torch.float64))
+        if query.numel() and keys.numel():
+            scores = score(query, keys, case, torch.float64).abs().max().item()
+            largest_score = max(largest_score, scores)
+        same_dtype.append(attend(query, keys, values, case, sinks, case.dtype))
+        queries.append(query)
+        new_keys.append(keys[context:])
+        new_values.append(values[context:])
+    poison = torch.full((case.padding, case.heads, case.dim), float("nan"), dtype=case.dtype)
+    queries.append(poison.to(device))
+    new_keys.append(queries[-1][:, : case.kv_heads])
+    new_values.append(torch.full_like(normal(case.padding, case.kv_heads, value_dim), INF))
+    chunks = [0, *(chunk for _, chunk in case.sequences)]
+    contexts = [context for context, _ in case.sequences]
+    expected, same_dtype = torch.cat(expected), torch.cat(same_dtype)
+    new = torch.cat(queries), torch.cat(new_keys), torch.cat(new_values)
+    if case.packed and not case.decode:
+        new = torch.cat(new, 1).split([case.heads, case.kv_heads, case.kv_heads], 1)
+    return Problem(
+        *new,
+        key_cache,
+        value_cache,
+        table,
+        torch.tensor(chunks, device=device).cumsum(0).int(),
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        sinks,
+        expected,
+        tolerance(case, expected, same_dtype, torch.cat(magnitude), largest_score),
+    )
+
+
+def poisoned_caches(case, blocks, value_dim, device):
+    """Key and value caches full of NaN and Inf, a guard block before and one after each."""
+    shape = blocks + 2, case.page_size, case.kv_heads
+    if case.packed:
+        pool = torch.empty(*shape, case.dim + value_dim, dtype=case.dtype, device=device)
+        caches = pool.split([case.dim, value_dim], 3)
+    else:
+        caches = [
+            torch.empty(*shape, width, dtype=case.dtype, device=device)
+            for width in (case.dim, value_dim)
+        ]
+    for cache in caches:
+        cache[0::2], cache[1::2] = float("nan"), INF
+    return [cache[1:-1] for cache in caches]
+
+
+def assert_close(out: torch.Tensor, problem: Problem) -> None:
+    """Every row finite, then within tolerance: a comparison with NaN would pass in silence."""
+    rows = out[: len(problem.expected)]
+    assert torch.isfinite(rows).all(), f"{int((~torch.isfinite(rows)).sum())} values not finite"
+    if rows.numel():
+        error = (rows.double() - problem.expected).abs().max().item()
+        assert error <= problem.tolerance, f"error {error:.3g} > {problem.tolerance:.3g}"
+
+
+def spread(tensor: torch.Tensor, axis: int, stride: int) -> torch.Tensor:
+    """A copy of a tensor, `stride` elements apart along one axis; the rest is never touched."""
+    strides = list(tensor.stride())
+    strides[axis] = stride
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, strides, strict=True))
+    return tensor.new_empty(reach + 1).as_strided(tensor.shape, strides).copy_(tensor)
