@@ -4,12 +4,13 @@ It does not know pages, batches or requests.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from tcb.device.attention_hook import ATTENTION, LAYER, call_model
 from tcb.device.model_twin import is_dynamic_rope, set_attention, unwrap
@@ -96,13 +97,14 @@ def probe(model: nn.Module, twin: nn.Module) -> ModelLayers:
         first, second = _record_twice(name, twin, keeps_logits)
     finally:
         set_attention(twin, ATTENTION)
-    _check_calls(name, first.calls)
+    windows = _check_calls(name, twin, first.calls)
     _check_layer_types(name, twin)
+    _check_cache(name, twin, windows)
     _check_no_mixing(name, first, second)
     for number, call in enumerate(first.calls):
         call.module.__dict__[LAYER] = number
     softcapped = _text_config(unwrap(model))._attn_implementation != "sdpa"
-    return _describe(first, twin, keeps_logits, softcapped)
+    return _describe(first, windows, twin, keeps_logits, softcapped)
 
 
 def _refuse(name: str, reason: str, cause: Exception | None = None) -> NoReturn:
@@ -116,6 +118,8 @@ def _check_forward(name: str, twin: nn.Module) -> bool:
     adapter = getattr(twin, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         _refuse(name, f"its adapter {type(adapter).__name__} puts virtual tokens before the prompt")
+    if not hasattr(twin.get_input_embeddings(), "weight"):
+        _refuse(name, "it has no single table of input embeddings")
     inner = twin.get_base_model() if hasattr(twin, "get_base_model") else twin
     parameters = inspect.signature(type(inner).forward).parameters
     if not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
@@ -153,55 +157,86 @@ def _input_device(embeddings: nn.Module) -> torch.device:
     return torch.device(embeddings._hf_hook.execution_device)
 
 
-def _check_calls(name: str, calls: list[Call]) -> None:
+def _check_calls(name: str, twin: nn.Module, calls: list[Call]) -> tuple[int | None, ...]:
+    """Refuse calls that cannot be served; the windows of the others."""
     if not calls:
         _refuse(name, "it does not call transformers' attention interface")
-    seen = set()
+    configured = getattr(_text_config(twin), "sliding_window", None)
+    seen, windows = set(), []
     for number, call in enumerate(calls):
-        if id(call.module) in seen:
-            reason = "is of a module that was called before"
-        else:
-            reason = _wrong_options(call) or _wrong_mask(call)
-        if reason:
-            _refuse(name, f"attention call {number} ({type(call.module).__name__}) {reason}")
+        try:
+            if id(call.module) in seen:
+                raise ValueError("is of a module that was called before")
+            _check_options(call)
+            windows.append(_read_window(call, configured))
+        except ValueError as reason:
+            where = f"attention call {number} ({type(call.module).__name__})"
+            _refuse(name, f"{where} {reason}", reason)
         seen.add(id(call.module))
     kinds = {(str(call.value.dtype), str(call.value.device)) for call in calls}
     if len(kinds) > 1:
         _refuse(name, f"its keys and values are of several dtypes or devices: {sorted(kinds)}")
+    return tuple(windows)
 
 
-def _wrong_options(call: Call) -> str | None:
+def _check_options(call: Call) -> None:
     causal = call.options.get("is_causal")
     if not (getattr(call.module, "is_causal", True) if causal is None else causal):
-        return "is not causal"
+        raise ValueError("is not causal")
     if call.options.get("s_aux") is None and getattr(call.module, "sinks", None) is not None:
-        return "has sinks, but does not pass them"
+        raise ValueError("has sinks, but does not pass them")
     for option, value in call.options.items():
         if option not in _KNOWN and value is not None and value is not False:
-            return f"passes {option}, which is not supported"
-    return None
+            raise ValueError(f"passes {option}, which is not supported")
 
 
-def _wrong_mask(call: Call) -> str | None:
-    """What is wrong with a layer's mask: it must show the causal window that the layer states."""
+def _read_window(call: Call, configured: int | None) -> int | None:
+    """The window that a layer states, which its mask must show; a mask may also show the configured
+    one to a layer that states none.
+    """
+    stated = call.options.get("sliding_window")
     if call.mask is None:
-        return None if call.window is None else "states a window, but has no mask"
+        if stated is None:
+            return None
+        raise ValueError("states a window, but has no mask")
     rule = mask_rule(call)
     if rule is None:
-        return "has a mask of the model's own making"
-    window = _FAR if call.window is None else call.window
-    at = _FAR if call.window is None else window + 5
-    key = torch.tensor([0, at - window, at - window + 1, at - 1, at, at + 1])
-    expected = key <= at if call.window is None else (key <= at) & (key > at - window)
+        raise ValueError("has a mask of the model's own making")
+    for window in (None, configured) if stated is None else (stated,):
+        if _shows(rule, window):
+            return window
+    kind = "full attention" if stated is None else f"a window of {stated}"
+    raise ValueError(
+        f"states {kind}, but its mask shows something else, such as chunks or both directions"
+    )
+
+
+def _shows(rule: Callable, window: int | None) -> bool:
+    """Whether a mask is causal and, around its far end, shows just this window."""
+    at = _FAR if window is None else window + 5
+    start = 0 if window is None else at - window + 1
+    key = torch.tensor([0, start - 1, start, at - 1, at, at + 1]).clamp(min=0)
     zero = torch.zeros_like(key)
     try:
         visible = rule(zero, zero, torch.full_like(key, at), key)
-    except IndexError:
-        return "has a mask that depends on more than positions"
-    if torch.equal(visible.cpu().expand_as(expected), expected):
-        return None
-    stated = "full attention" if call.window is None else f"a window of {window}"
-    return f"states {stated}, but its mask shows something else, such as chunks or both directions"
+    except IndexError as error:
+        raise ValueError("has a mask that depends on more than positions") from error
+    return torch.equal(visible.cpu().expand_as(key), (key >= start) & (key <= at))
+
+
+def _check_cache(name: str, twin: nn.Module, windows: tuple[int | None, ...]) -> None:
+    """Where `generate` keeps the last tokens of a layer only, they must be those of its window."""
+    kept = DynamicCache(config=twin.config).layers
+    if len(kept) != len(windows):
+        return
+    for number, (layer, window) in enumerate(zip(kept, windows, strict=True)):
+        # layers without keys and values of their own have no such attribute
+        if getattr(layer, "is_sliding", False) and layer.sliding_window != window:
+            _refuse(
+                name,
+                f"attention call {number} has window {window}, but `generate` keeps"
+                f" {layer.sliding_window} tokens for it",
+            )
 
 
 def _check_layer_types(name: str, twin: nn.Module) -> None:
@@ -234,12 +269,19 @@ def _agree(one: Tensor, two: Tensor) -> bool:
 
 
 def _describe(
-    recording: Recording, twin: nn.Module, keeps_logits: bool, softcapped: bool
+    recording: Recording,
+    windows: tuple[int | None, ...],
+    twin: nn.Module,
+    keeps_logits: bool,
+    softcapped: bool,
 ) -> ModelLayers:
     calls = recording.calls
     bounds = [*recording.table_ends, *_rope_bounds(twin)]
     return ModelLayers(
-        layers=tuple(_layer(number, call) for number, call in enumerate(calls)),
+        layers=tuple(
+            Layer(number, window, *call.key.shape[1:], call.value.shape[2])
+            for number, (call, window) in enumerate(zip(calls, windows, strict=True))
+        ),
         query_heads=tuple(call.query.shape[1] for call in calls),
         scales=tuple(_scale(call) for call in calls),
         softcaps=tuple(call.options.get("softcap") if softcapped else None for call in calls),
@@ -251,11 +293,6 @@ def _describe(
         dtype=calls[0].value.dtype,
         device=calls[0].value.device,
     )
-
-
-def _layer(number: int, call: Call) -> Layer:
-    _, kv_heads, dim = call.key.shape
-    return Layer(number, call.window, kv_heads, dim, call.value.shape[2])
 
 
 def _scale(call: Call) -> float:

@@ -37,10 +37,6 @@ class Call:
     mask: Tensor | None
     options: dict[str, Any]
 
-    @property
-    def window(self) -> int | None:
-        return self.options.get("sliding_window")
-
 
 @dataclass(slots=True)
 class Recording:

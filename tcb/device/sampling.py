@@ -1,11 +1,12 @@
-"""Read the generation options of a call: each is honoured as `model.generate` honours it, or refused by name.
+"""Read the generation options of a call: each honoured as `generate` does, or refused by name.
 
-Values a caller leaves out come from the model's generation config and then from transformers' defaults, by the function
-that `generate` uses. Temperature, top-k, top-p and min-p are numbers of a row, handed to the sampling kernel. An option
-that needs the history of a request becomes transformers' own logits processors, built for each request as `generate`
-builds them.
-It does not know the engine or its batches, draws nothing, and writes neither to the caller's objects nor to any random
-state.
+Values a caller leaves out come from the model's generation config and then from transformers'
+defaults, by the function that `generate` uses. Temperature, top-k, top-p and min-p are numbers of a
+row, handed to the sampling kernel. An option that needs the history of a request becomes
+transformers' own logits processors, built for each request as `generate` builds them.
+
+It does not know the engine or its batches, draws nothing, and writes neither to the caller's
+objects nor to any random state.
 """
 
 import copy
@@ -64,11 +65,12 @@ _calls = itertools.count()
 class Options:
     """The generation options of a call or of one request.
 
-    eos                 ids that end a generation; none where `generate` would know none
-    max_new_tokens      most new tokens, or None: then `max_length` positions, or None: then transformers' default
-    seed                seed of a request of its own, or None
-    needs_history       whether scores must pass `processors_for(...)`; they then contain temperature, top-k, top-p and
-                        min-p, in the order of `generate`, and `sampling_for` leaves those off
+    eos              ids that end a generation; none where `generate` would know none
+    max_new_tokens   most new tokens; None: `max_length` says; both None: transformers' default
+    seed             a seed of this request's own, or None
+    needs_history    whether scores must pass the processors of `processors_for`, which then hold
+                     temperature, top-k, top-p and min-p too, in the order of `generate`, and
+                     `sampling_for` leaves those off
     """
 
     do_sample: bool
@@ -88,9 +90,10 @@ class Options:
     def new_tokens_for(self, prompt_length: int) -> int:
         """Most new tokens after a prompt of this length.
 
-        As `GenerationMixin._prepare_generated_length` has it (the same in transformers 5.17 and 5.24): max_new_tokens,
-        else max_length less the prompt, else 20, but no further than max_position_embeddings. ValueError where nothing
-        is left, as `GenerationMixin._validate_generated_length` has it.
+        As `GenerationMixin._prepare_generated_length` has it (the same in transformers 5.17 and
+        5.24): max_new_tokens, else max_length less the prompt, else 20, but no further than
+        max_position_embeddings. ValueError where nothing is left, as
+        `GenerationMixin._validate_generated_length` has it.
         """
         if self.max_new_tokens is not None:
             return self.max_new_tokens
@@ -102,13 +105,14 @@ class Options:
                 name, limit = "max_position_embeddings", positions
         if limit <= prompt_length:
             raise ValueError(
-                f"{name} is {limit}, but the prompt has {prompt_length} tokens; accepted: max_length > "
-                f"{prompt_length}, or max_new_tokens"
+                f"{name} is {limit}, but the prompt has {prompt_length} tokens; "
+                f"accepted: max_length > {prompt_length}, or max_new_tokens"
             )
         return limit - prompt_length
 
     def sampling_for(self, seed: int, child: int = 0) -> Sampling:
-        """How the sampling kernel draws for a request; a seed of its own (`override`) goes before `seed`."""
+        """How the sampling kernel draws for a request; a seed of its own (`override`) goes before
+        `seed`."""
         if not self.do_sample:
             return Sampling()
         if self.seed is not None:
@@ -125,7 +129,8 @@ class Options:
         )
 
     def override(self, **fields: Any) -> "Options":
-        """The options of one request: temperature, top_k, top_p, min_p, do_sample and seed, None to leave as is.
+        """The options of one request: temperature, top_k, top_p, min_p, do_sample and seed, None to
+        leave as is.
 
         ValueError names a field of a wrong type or range, TypeError an unknown one.
         """
@@ -154,7 +159,8 @@ class Options:
         eos: Iterable[int] | None = None,
         device: torch.device | str | None = None,
     ) -> LogitsProcessorList | None:
-        """The logits processors of one request, fresh (some keep state), for `apply_history`; None if none is needed.
+        """The logits processors of one request, fresh (some keep state), for `apply_history`; None
+        if none is needed.
 
         device   where the scores will be; the model's if None
         eos      ids that end this generation; those of the options if None
@@ -172,8 +178,8 @@ def read_options(
     """The options that `model.generate(generation_config=..., **fields)` would use.
 
     fields   generation options that go before those of the config; None leaves the config's value
-    Raises ValueError that names an option the engine cannot honour, or one that `generate` would not accept, and
-    TypeError for a field that is no generation option. Writes nothing.
+    Raises ValueError that names an option the engine cannot honour, or one that `generate` would
+    not accept, and TypeError for a field that is no generation option. Writes nothing.
     """
     base = generation_config if generation_config is not None else GenerationConfig()
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -191,7 +197,8 @@ def read_options(
 def apply_history(
     processors: LogitsProcessorList, input_ids: Sequence[int], scores: torch.Tensor
 ) -> torch.Tensor:
-    """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating dtype) is unchanged.
+    """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating
+    dtype) is unchanged.
 
     input_ids   prompt and generated tokens so far
     Raises what a processor raises: it concerns this request alone.
@@ -200,16 +207,18 @@ def apply_history(
     processed = processors(history, scores[None].to(torch.float32, copy=True))
     if processed.shape != (1, *scores.shape):
         raise ValueError(
-            f"the logits processors gave scores of shape {list(processed.shape)}; accepted: {[1, *scores.shape]}"
+            f"the logits processors gave scores of shape {list(processed.shape)}; "
+            f"accepted: {[1, *scores.shape]}"
         )
     return processed[0]
 
 
 def draw_base_seed(seed: int | None) -> int:
-    """The seed of a run, in [-2^63, 2^63): `seed` if given, else one made of torch's CPU random state and a call count.
+    """The seed of a run, in [-2^63, 2^63): `seed` if given, else one made of torch's CPU random
+    state and a call count.
 
-    The state is read, not advanced. After `torch.manual_seed` a program draws the same seeds from run to run, and two
-    calls in a row draw different ones.
+    The state is read, not advanced. After `torch.manual_seed` a program draws the same seeds from
+    run to run, and two calls in a row draw different ones.
     """
     if seed is not None:
         if not _is_integer(seed):
@@ -221,9 +230,11 @@ def draw_base_seed(seed: int | None) -> int:
 
 
 def request_seed(base_seed: int, ordinal: int, child: int = 0) -> int:
-    """The seed of one request, in [-2^63, 2^63): the base seed mixed with the request's ordinal and child number.
+    """The seed of one request, in [-2^63, 2^63): the base seed mixed with the request's ordinal and
+    child number.
 
-    Three rounds of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    Three rounds of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014).
     """
     mixed = 0
     for word in (base_seed, ordinal, child):
@@ -269,7 +280,8 @@ _OVERRIDES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _options(model: PreTrainedModel, config: GenerationConfig, seed: int | None) -> Options:
-    """The options of a config in which every default is filled in, but for a max_length that nobody gave."""
+    """The options of a config in which every default is filled in, but for a max_length that nobody
+    gave."""
     for name, (is_off, accepted) in _REFUSED.items():
         value = getattr(config, name, None)
         if not is_off(value):
@@ -299,8 +311,8 @@ def _options(model: PreTrainedModel, config: GenerationConfig, seed: int | None)
 
 
 def _sampling_fields(config: GenerationConfig) -> Sampling:
-    """Temperature, top-k, top-p and min-p with the values of "off" that the kernel knows; writes whole temperatures
-    into the config as floats, which is all that transformers' warper takes."""
+    """Temperature, top-k, top-p and min-p with the values of "off" that the kernel knows; writes
+    whole temperatures into the config as floats, which is all that transformers' warper takes."""
     if _is_integer(config.temperature):
         config.temperature = float(config.temperature)
     top_p = 1.0 if config.top_p is None else config.top_p
@@ -315,7 +327,8 @@ def _sampling_fields(config: GenerationConfig) -> Sampling:
 
 
 def _token_ids(ids: Any) -> frozenset[int]:
-    """The ids of an `eos_token_id`: an integer, a list, a tensor, or None; negative ones match no token."""
+    """The ids of an `eos_token_id`: an integer, a list, a tensor, or None; negative ones match no
+    token."""
     if ids is None:
         return frozenset()
     ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
@@ -333,7 +346,8 @@ def _processors(
     eos: Iterable[int],
     device: torch.device | str,
 ) -> LogitsProcessorList:
-    """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6 (lengths) and 8."""
+    """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6
+    (lengths) and 8."""
     config = copy.copy(config)
     config.eos_token_id = sorted(eos) or None
     config.max_length = len(prompt) + max_new_tokens

@@ -22,6 +22,9 @@ def plan_waiting(draft: Draft) -> None:
     for sequence in state.waiting.values():
         if draft.is_full or draft.keeps_margin or draft.rows_left == 0:
             return
+        # whoever comes in needs a page of every group at least
+        if draft.supply.left < draft.num_groups:
+            return
         if sequence.length >= sequence.limit:
             continue
         parent = state.find(sequence.parent)

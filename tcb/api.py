@@ -1,0 +1,223 @@
+"""The functions that users call: one call for many prompts, or a manager to talk to.
+
+It does not know threads or engines; it reads what the user hands in, and asks a manager.
+"""
+
+import logging
+import queue
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+
+from tcb import drop_in
+from tcb.arguments import choose_generation_config, config_within, hints_of, plain_model
+from tcb.manager import ContinuousBatchingManager
+from tcb.paged_generate import generate_paged
+from tcb.planning.request import GenerationOutput, WorkloadHints
+
+logger = logging.getLogger("ContinuousBatchingLogger")
+
+_CACHED = "_cached_continuous_batching_manager"
+
+
+def generate_batch(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """What `model.generate` would give for each prompt, by request id, in the order of the prompts.
+
+    inputs   prompts: lists of token ids, one-dimensional tensors or arrays, or the rows of one
+             tensor or array; rows are taken as they are, padding included
+
+    Further keywords are generation options, as in `generate`: `max_new_tokens=32`. With several
+    return sequences the forks `<id>__child#<i>` come before their parent. A prompt that cannot be
+    served has an output too: FAILED, with the reason in `error`. `persistent_manager` keeps memory
+    and cached prefixes for the next call, until `destroy_cached_continuous_batching_manager`.
+
+    Raises TypeError for an unknown keyword, ValueError for an option, a setting or a model that
+    cannot be served, MemoryError where the device has no room; all of that before anything starts.
+    """
+    model = plain_model(model)
+    generation_config = choose_generation_config(model, generation_config, kwargs)
+    prompts = list(inputs)
+    if not prompts:
+        return {}
+    with continuous_batching_context_manager(
+        model,
+        generation_config=generation_config,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=hints_of(prompts, generation_config, persistent_manager),
+    ) as manager:
+        outputs = _collect(manager, prompts, record_timestamps, progress_bar)
+    failed = [name for name, output in outputs.items() if output.error is not None]
+    if failed:
+        logger.error("%d of %d requests failed: %s", len(failed), len(outputs), failed)
+    return outputs
+
+
+def init_continuous_batching(
+    model: nn.Module,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """A manager for this model, not started yet: the one kept on the model if there is one.
+
+    A kept manager serves by the settings of this call from now on; None keeps its configuration.
+    Raises what `ContinuousBatchingManager` raises.
+    """
+    model = plain_model(model)
+    config = choose_generation_config(model, generation_config)
+    if continuous_batching_config is None:
+        continuous_batching_config = config_within(config)
+    kept = getattr(model, _CACHED, None)
+    if isinstance(kept, ContinuousBatchingManager):
+        kept.adapt(config, continuous_batching_config)
+        return kept
+    return _manager_class()(model, config, continuous_batching_config, workload_hints)
+
+
+def destroy_cached_continuous_batching_manager(model: nn.Module) -> None:
+    """Stop the manager kept on the model, if there is one, and give its memory back."""
+    model = plain_model(model)
+    kept = getattr(model, _CACHED, None)
+    if isinstance(kept, ContinuousBatchingManager):
+        kept.destroy()
+        delattr(model, _CACHED)
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    model: nn.Module,
+    generation_config: Any = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: Any = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+) -> Generator[ContinuousBatchingManager]:
+    """A running manager, stopped at the end: after all its requests, or at once if the body raised.
+
+    block, timeout       wait for the end of its thread, `timeout` seconds at most
+    persistent_manager   keep it on the model, with its memory and cached prefixes
+    warmup               allocate before the thread starts
+
+    A manager that runs already is somebody else's: it is handed out, neither started nor stopped.
+    """
+    model = plain_model(model)
+    manager = init_continuous_batching(
+        model, generation_config, continuous_batching_config, workload_hints
+    )
+    if manager.is_running():
+        yield manager
+        return
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
+    hard_stop = True
+    try:
+        yield manager
+        hard_stop = False
+    finally:
+        if manager.is_running():
+            manager.stop(block, timeout, persistent_manager, hard_stop)
+        if not persistent_manager and getattr(model, _CACHED, None) is manager:
+            delattr(model, _CACHED)
+
+
+def install() -> None:
+    """Let every transformers model generate through this package, those that exist included.
+
+    `model.generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`,
+    `destroy_cached_continuous_batching_manager` and `generate(cache_implementation="paged")` are
+    ours until `uninstall`. Calling it again changes nothing.
+    """
+    drop_in.install(_methods())
+
+
+def uninstall() -> None:
+    """Give transformers back what `install` replaced."""
+    drop_in.uninstall()
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """`install` for one model; returns it. Deleting the attributes of the instance undoes it."""
+    drop_in.attach(plain_model(model), _methods())
+    return model
+
+
+def _collect(
+    manager: ContinuousBatchingManager,
+    prompts: list[Any],
+    record_timestamps: bool,
+    progress_bar: bool,
+) -> dict[str, GenerationOutput]:
+    """Submit the prompts, wait for all of them, and put the outputs in order."""
+    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    outputs: dict[str, GenerationOutput] = {}
+    num_forks = manager.num_return_sequences - 1
+    total = len(prompts) * (num_forks + 1)
+    ids: list[str] = []
+    try:
+        with _progress(total, progress_bar) as count:
+            ids = manager.collect(prompts, record_timestamps, arrived)
+            while len(outputs) < total:
+                output = arrived.get()
+                outputs[output.request_id] = output
+                count()
+    except BaseException:
+        # in a manager that goes on, nobody else would end them
+        for request_id in ids:
+            manager.cancel_request(request_id)
+        raise
+    names = [[*(f"{name}__child#{i}" for i in range(num_forks)), name] for name in ids]
+    return {name: outputs[name] for family in names for name in family}
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Generator[Callable[[], object]]:
+    """A bar that counts requests, and what moves it on; none where the log is at DEBUG."""
+    if not shown or logger.getEffectiveLevel() <= logging.DEBUG:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    with (
+        logging_redirect_tqdm([logger]),
+        tqdm(total=total, desc=f"Solving {total} requests", unit="request") as bar,
+    ):
+        yield bar.update
+
+
+@cache
+def _manager_class() -> type[ContinuousBatchingManager]:
+    """Our manager as an instance of transformers' class too: their code asks for one."""
+    from transformers import ContinuousBatchingManager as Theirs
+
+    name, doc = ContinuousBatchingManager.__name__, ContinuousBatchingManager.__doc__
+    return type(name, (ContinuousBatchingManager, Theirs), {"__doc__": doc})
+
+
+def _methods() -> dict[str, Callable]:
+    """What replaces the methods of transformers models, by their names."""
+    return {
+        "generate_batch": generate_batch,
+        "init_continuous_batching": init_continuous_batching,
+        "continuous_batching_context_manager": continuous_batching_context_manager,
+        "destroy_cached_continuous_batching_manager": destroy_cached_continuous_batching_manager,
+        "generate_paged": partial(generate_paged, generate_batch),
+    }

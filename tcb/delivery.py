@@ -1,0 +1,313 @@
+"""Brings outputs to whoever waits for them: a handler, a collector, or the queue that all read.
+
+It does not know how tokens come about, or which thread makes them.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from time import monotonic, perf_counter
+
+from tcb.planning.request import GenerationOutput, Request, RequestStatus
+from tcb.planning.state import Sequence
+
+logger = logging.getLogger("ContinuousBatchingLogger")
+
+Handler = Callable[[GenerationOutput], object]
+
+
+def to_output(sequence: Sequence, error: str | None = None) -> GenerationOutput:
+    """What a sequence that has ended answers with; FAILED if it carries an error or ends by one."""
+    request, error = sequence.request, sequence.error or error
+    return GenerationOutput(
+        request_id=request.id,
+        prompt_ids=list(request.prompt),
+        generated_tokens=sequence.generated,
+        logprobs=list(sequence.logprobs),
+        error=error,
+        status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
+        created_time=request.created_time,
+        lifespan=(sequence.started, perf_counter()),
+        timestamps=list(sequence.timestamps) if request.record_timestamps else None,
+    )
+
+
+def failed_output(
+    request_id: str, prompt: Iterable[int], error: str, created_time: float | None = None
+) -> GenerationOutput:
+    """The output of a request that never ran; created now, unless a time is given."""
+    now = perf_counter()
+    return GenerationOutput(
+        request_id=request_id,
+        prompt_ids=list(prompt),
+        error=error,
+        status=RequestStatus.FAILED,
+        created_time=now if created_time is None else created_time,
+        lifespan=(-1, now),
+    )
+
+
+class StreamedOutput(GenerationOutput):
+    """A request that goes on, as it stands after one more token.
+
+    Its lists are made when they are read: the sequence only ever grows, so its length says enough,
+    and an output nobody reads costs nothing that grows with the text.
+    """
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "StreamedOutput":
+        """The output of a sequence as it stands now."""
+        request, output = sequence.request, cls.__new__(cls)
+        output._source = sequence, len(sequence.tokens), len(sequence.logprobs)
+        output.request_id, output.status = request.id, RequestStatus.DECODING
+        output.created_time, output.lifespan = request.created_time, (sequence.started, -1)
+        if request.record_timestamps:
+            output.timestamps = list(sequence.timestamps)
+        return output
+
+    def __getattr__(self, name):
+        # called for what `of` has not set; a list that was made is kept like any attribute
+        if name not in ("prompt_ids", "generated_tokens", "logprobs"):
+            raise AttributeError(name)
+        sequence, length, num_logprobs = self._source
+        if name == "prompt_ids":
+            made = list(sequence.request.prompt)
+        elif name == "generated_tokens":
+            made = sequence.tokens[sequence.num_prompt : length]
+        else:
+            made = sequence.logprobs[:num_logprobs]
+        self.__dict__[name] = made
+        return made
+
+    def __eq__(self, other):
+        if not isinstance(other, GenerationOutput):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
+
+    def __reduce__(self):
+        return GenerationOutput, tuple(getattr(self, name) for name in _FIELDS)
+
+
+_FIELDS = tuple(GenerationOutput.__dataclass_fields__)
+
+
+class OutputQueue:
+    """Outputs that nobody has taken yet, oldest first; read like `queue.Queue`, or by id."""
+
+    def __init__(self, changed: threading.Condition):
+        self._changed = changed
+        self._outputs: OrderedDict[int, GenerationOutput] = OrderedDict()
+        self._numbers: dict[str, deque[int]] = {}
+        self._next_number = 0
+
+    def qsize(self) -> int:
+        """How many outputs wait."""
+        return len(self._outputs)
+
+    def empty(self) -> bool:
+        """Whether none waits."""
+        return not self._outputs
+
+    def put(self, output: GenerationOutput) -> None:
+        """Add an output and wake who waits."""
+        with self._changed:
+            self._outputs[self._next_number] = output
+            self._numbers.setdefault(output.request_id, deque()).append(self._next_number)
+            self._next_number += 1
+            self._changed.notify_all()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> GenerationOutput:
+        """Take the oldest output; `queue.Empty` if none comes within `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._outputs, timeout if block else 0):
+                raise queue.Empty
+            return self.take(None)
+
+    def get_nowait(self) -> GenerationOutput:
+        """Take the oldest output; `queue.Empty` if there is none."""
+        return self.get(block=False)
+
+    def take(self, request_id: str | None) -> GenerationOutput | None:
+        """Take the oldest output, of this request if one is named; None if there is none."""
+        with self._changed:
+            if request_id is None:
+                if not self._outputs:
+                    return None
+                _, output = self._outputs.popitem(last=False)
+                self._forget_oldest(output.request_id)
+                return output
+            if request_id not in self._numbers:
+                return None
+            return self._outputs.pop(self._forget_oldest(request_id))
+
+    def _forget_oldest(self, request_id: str) -> int:
+        numbers = self._numbers[request_id]
+        number = numbers.popleft()
+        if not numbers:
+            del self._numbers[request_id]
+        return number
+
+
+class OutputRouter:
+    """Knows which requests are live and who waits for what; each live one gets one last output.
+
+    An output goes to the collector of its request, else to its handler, else into `output_queue`.
+    Any thread may call any method.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition(threading.RLock())
+        self.output_queue = OutputQueue(self._changed)
+        self.result_handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
+        self._collectors: dict[str, queue.SimpleQueue] = {}
+        self._live: dict[str, Request] = {}
+        self._closed: str | None = None
+        self._fed = False
+
+    def open(self, requests: Iterable[Request], collector: queue.SimpleQueue | None = None) -> None:
+        """Note that these requests are live from now on, all of them or none.
+
+        Raises ValueError if the id of one is that of a live request, RuntimeError after `close`.
+        """
+        requests = list(requests)
+        with self._changed:
+            if self._closed is not None:
+                raise RuntimeError(self._closed)
+            for request in requests:
+                if request.id in self._live:
+                    raise ValueError(
+                        f"request_id is {request.id!r}; accepted: ids of no live request"
+                    )
+            for request in requests:
+                self._live[request.id] = request
+                if collector is not None:
+                    self._collectors[request.id] = collector
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Take back `open`: the requests were never submitted, and nobody waits for them."""
+        with self._changed:
+            for request in requests:
+                self._live.pop(request.id, None)
+                self._collectors.pop(request.id, None)
+            self._changed.notify_all()
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a last output of this id is still to come."""
+        return request_id in self._live
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is live; its id may be that of a later one."""
+        return self._live.get(request.id) is request
+
+    def expect_outputs(self) -> None:
+        """A loop runs from now on: waiting makes sense, and requests may be opened."""
+        with self._changed:
+            self._closed, self._fed = None, True
+
+    def close(self, error: str, refusal: str) -> None:
+        """No loop runs any more: what is live fails with `error`, `open` raises `refusal`, and
+        nobody waits.
+        """
+        with self._changed:
+            self._closed, self._fed = refusal, False
+            self.deliver_batch([_unrun(request, error) for request in list(self._live.values())])
+            self._changed.notify_all()
+
+    def deliver(self, output: GenerationOutput) -> None:
+        """Bring one output where it belongs."""
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: Iterable[GenerationOutput]) -> None:
+        """Bring outputs where they belong, in order; every event loop is called once."""
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, GenerationOutput]]] = {}
+        with self._changed:
+            for output in outputs:
+                self._route(output, calls)
+            for loop, batch in calls.items():
+                self._call_soon(loop, batch)
+
+    def fail_and_deliver(self, request: Request, error: Exception | str) -> None:
+        """End a request that never ran, with this error."""
+        self.deliver(_unrun(request, str(error)))
+
+    def register(self, request_id: str, handler: Handler, loop: asyncio.AbstractEventLoop) -> None:
+        """Call `handler` on `loop` with what is there of this request and with what is to come.
+
+        It is forgotten after the last output of the request, whether that is to come or was there.
+        """
+        with self._changed:
+            batch = []
+            while (output := self.output_queue.take(request_id)) is not None:
+                batch.append((handler, output))
+            if not (batch and batch[-1][1].is_finished()):
+                self.result_handlers[request_id] = (handler, loop)
+            if batch:
+                self._call_soon(loop, batch)
+
+    def unregister(self, request_id: str) -> None:
+        """Forget the handler of an id under which nothing will come."""
+        with self._changed:
+            self.result_handlers.pop(request_id, None)
+
+    def take(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """The oldest output, of this request if one is named; waits while one may come.
+
+        None at once if none can come: no loop runs, or the named request is not live. None too
+        after `timeout` seconds.
+        """
+        deadline = None if timeout is None else monotonic() + timeout
+        with self._changed:
+            while (output := self.output_queue.take(request_id)) is None:
+                left = None if deadline is None else deadline - monotonic()
+                if not self._may_come(request_id) or (left is not None and left <= 0):
+                    return None
+                self._changed.wait(left)
+            return output
+
+    def _may_come(self, request_id):
+        return self._fed and (request_id is None or request_id in self._live)
+
+    def _route(self, output, calls):
+        request_id, ended = output.request_id, output.is_finished()
+        collector = self._collectors.get(request_id)
+        handler = self.result_handlers.get(request_id)
+        if ended:
+            self._live.pop(request_id, None)
+            self._collectors.pop(request_id, None)
+            self.result_handlers.pop(request_id, None)
+            # who waits for this id has to see that its end went elsewhere
+            self._changed.notify_all()
+        if collector is not None:
+            collector.put(output)
+        elif handler is not None:
+            calls.setdefault(handler[1], []).append((handler[0], output))
+        else:
+            self.output_queue.put(output)
+
+    def _call_soon(self, loop, batch):
+        """Hand a batch to its event loop; if that is closed, the outputs are there for all."""
+        try:
+            loop.call_soon_threadsafe(_call_handlers, batch)
+        except RuntimeError:
+            logger.warning("an event loop is closed; its outputs are in the queue", exc_info=True)
+            for _, output in batch:
+                self.result_handlers.pop(output.request_id, None)
+                self.output_queue.put(output)
+
+
+def _unrun(request, error):
+    return failed_output(request.id, request.prompt, error, request.created_time)
+
+
+def _call_handlers(batch):
+    """Call every handler; one that raises is logged, and the others get theirs."""
+    for handler, output in batch:
+        try:
+            handler(output)
+        except Exception:
+            logger.exception("the result handler of request %s raised", output.request_id)

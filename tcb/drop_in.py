@@ -1,0 +1,78 @@
+"""Puts functions in the place of transformers' own methods, for all models or for one, and back.
+
+It does not know what the functions do; they come by the names of the methods they replace.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+# not a method of models: what answers `generate(cache_implementation="paged")`
+PAGED = "generate_paged"
+
+_lock = threading.Lock()
+# (class, name) -> what was there; empty while nothing is installed
+_originals: dict[tuple[type, str], Any] = {}
+
+
+def install(functions: Mapping[str, Callable]) -> None:
+    """Let all transformers models have these methods; once installed, nothing happens."""
+    from transformers.generation import ContinuousMixin, GenerationMixin
+
+    with _lock:
+        if _originals:
+            return
+        for name, function in functions.items():
+            if name != PAGED:
+                _replace(ContinuousMixin, name, _as_method(function))
+        generate = GenerationMixin.generate
+        _replace(GenerationMixin, "generate", _generate(generate, functions[PAGED]))
+
+
+def uninstall() -> None:
+    """Put back what was there; if nothing is installed, nothing happens."""
+    with _lock:
+        for (owner, name), original in _originals.items():
+            setattr(owner, name, original)
+        _originals.clear()
+
+
+def attach(model: nn.Module, functions: Mapping[str, Callable]) -> None:
+    """Let one model have these methods, as attributes of the instance."""
+    for name, function in functions.items():
+        if name != PAGED:
+            model.__dict__[name] = _as_method(function).__get__(model)
+    generate = type(model).generate
+    model.__dict__["generate"] = _generate(generate, functions[PAGED]).__get__(model)
+
+
+def _replace(owner: type, name: str, function: Callable) -> None:
+    _originals[owner, name] = owner.__dict__[name]
+    setattr(owner, name, function)
+
+
+def _as_method(function):
+    """A function of a model as a plain function, so that it binds like one."""
+
+    @wraps(function)
+    def method(self, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+    return method
+
+
+def _generate(generate, generate_paged):
+    """transformers' `generate`, but for the calls that ask for pages."""
+    names = list(signature(generate).parameters)[1:]
+
+    @wraps(generate)
+    def method(self, *args, **kwargs):
+        if kwargs.get("cache_implementation") != "paged":
+            return generate(self, *args, **kwargs)
+        return generate_paged(self, **dict(zip(names, args, strict=False)), **kwargs)
+
+    return method
