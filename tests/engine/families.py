@@ -40,8 +40,9 @@ def build(name: str, *, seed: int = 0, **options) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    if hasattr(model, "generation_config"):
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
     return model
 
 
@@ -122,6 +123,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window=WINDOW,
         attn_logit_softcapping=4.0,
         final_logit_softcapping=10.0,
+        attn_implementation="eager",
         query_pre_attn_scalar=10,
         tie_word_embeddings=False,
     ),
@@ -139,6 +141,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=2,
         layer_types=_pattern("sliding", "full", "sliding"),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    # states no window to its attention: only its mask shows it
+    "phimoe": _standard(
+        "PhimoeForCausalLM",
+        head_dim=None,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "phi3": _standard("Phi3ForCausalLM", head_dim=None),
     "olmo2": _standard("Olmo2ForCausalLM", head_dim=None),
