@@ -1,0 +1,169 @@
+"""Turn the JSON files of `bench/results` into the tables of the README, and put them there.
+
+It measures nothing and rounds only for display; a number that is in no file appears nowhere.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.environment import RESULTS, ROOT
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Print the tables, or write them into the README."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help="write them into README.md")
+    if parser.parse_args().write:
+        README.write_text(with_tables(README.read_text(), tables(read())))
+    else:
+        print(tables(read()))
+
+
+def read(folder: Path = RESULTS) -> dict[str, Result]:
+    """Return the content of each JSON file by its name without ending, in alphabetical order."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def tables(results: dict[str, Result]) -> str:
+    """Return all tables as markdown."""
+    serving = {name: result for name, result in results.items() if result.get("kind") == "serve"}
+    equality = {
+        name: result for name, result in results.items() if result.get("kind") == "equality"
+    }
+    planning = results.get("planning")
+    parts = [_serving(serving), _equality(equality)]
+    if planning:
+        parts.append(_planning(planning))
+    return "\n\n".join(parts)
+
+
+def with_tables(text: str, content: str) -> str:
+    """Return the README's text with what is between its two markers replaced by `content`."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
+
+
+def between_markers(text: str) -> str:
+    """Return what stands between the two markers of the README's text."""
+    return text.split(BEGIN)[1].split(END)[0].strip()
+
+
+def _serving(results: dict[str, Result]) -> str:
+    """One row a file: tokens a second of each system, and the ratio to transformers' own."""
+    header = (
+        "tokens/s: model, workload",
+        "tcb",
+        "transformers' continuous batching",
+        "padded `generate`",
+        "tcb / transformers'",
+        "tokens equal `generate` alone (tcb, transformers', padded)",
+        "file",
+    )
+    rows = []
+    for name, result in results.items():
+        systems = result["systems"]
+        if {"tcb", "transformers-cb", "generate-padded"} - set(systems):
+            continue
+        own, peer, padded = (systems[key] for key in ("tcb", "transformers-cb", "generate-padded"))
+        rows.append(
+            (
+                _workload(result),
+                f"**{own['tokens_per_second']:.0f}**",
+                f"{peer['tokens_per_second']:.0f}",
+                f"{padded['tokens_per_second']:.0f}",
+                f"**{own['tokens_per_second'] / peer['tokens_per_second']:.2f}**",
+                _agreement(result, (own, peer, padded)),
+                _file(name, result),
+            )
+        )
+    if not any(result["environment"]["device_type"] != "cpu" for result in results.values()):
+        rows.append(("on a GPU", *["not measured"] * 5, ""))
+    return _markdown(header, rows)
+
+
+def _workload(result: Result) -> str:
+    workload = result["workload"]
+    average = result["prompt_tokens"] / workload["requests"]
+    text = f"{result['model']} {result['dtype']}, {workload['requests']} prompts of {average:.0f}"
+    if workload["shared"]:
+        text += f" ({workload['shared']} common)"
+    return f"{text}, {workload['new_tokens']} new"
+
+
+def _agreement(result: Result, systems: Iterable[Result]) -> str:
+    counts = [system["equal_to_generate_alone"] for system in systems]
+    if None in counts:
+        return "not compared"
+    return f"{', '.join(map(str, counts))} of {result['workload']['requests']}"
+
+
+def _equality(results: dict[str, Result]) -> str:
+    """One row a file: how many requests had exactly the tokens of `generate`."""
+    header = (
+        "greedy fp32 tokens against `generate` alone",
+        "settings",
+        "requests equal",
+        "reliefs",
+        "file",
+    )
+    rows = []
+    for name, result in results.items():
+        settings, lengths = result["rows"], result["prompts"]
+        relief = sum(sum(row["relief"].values()) for row in settings)
+        rows.append(
+            (
+                f"{result['model']}, {len(lengths)} prompts of {min(lengths)} to {max(lengths)} "
+                f"tokens, {result['new_tokens']} new",
+                str(len(settings)),
+                f"{sum(row['equal'] for row in settings)} of {len(settings) * len(lengths)}",
+                str(relief),
+                _file(name, result),
+            )
+        )
+    return _markdown(header, rows or [("real models", *["not measured"] * 3, "")])
+
+
+def _planning(result: Result) -> str:
+    """One row for groups, page size and number of sequences; a column for each context."""
+    cases = result["cases"]
+    contexts = sorted({case["context"] for case in cases})
+    header = ("host cost of one decode step, ms",)
+    header += tuple(f"context {context:,}" for context in contexts)
+    keys = dict.fromkeys((case["groups"], case["page_size"], case["sequences"]) for case in cases)
+    rows = []
+    for groups, page_size, sequences in keys:
+        found = {
+            case["context"]: f"{case['median_ms']:.2f}"
+            for case in cases
+            if (case["groups"], case["page_size"], case["sequences"])
+            == (groups, page_size, sequences)
+        }
+        title = f"{sequences:,} sequences, {groups}, page {page_size}"
+        rows.append((title, *(found.get(context, "not measured") for context in contexts)))
+    return _markdown(header, rows) + "\n\n" + _file("planning", {"environment": result})
+
+
+def _file(name: str, result: Result) -> str:
+    facts = result["environment"]
+    commit = (facts["commit"] or "no commit")[:9] + (", changed" if facts["dirty"] else "")
+    threads = f", {facts['threads']} threads" if facts["device_type"] == "cpu" else ""
+    return f"[{name}](bench/results/{name}.json): {facts['device']}{threads}, {commit}"
+
+
+def _markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Serving speed: this package beside transformers' continuous batching and padded `generate`.
+
+All systems run the same model and prompts in one process, in turn, round by round, so that a slow
+minute of the machine hits each. Every request gets exactly the new tokens asked for, or it is an
+error. Writes one JSON file. It knows how to measure, and no system's inside.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench import models, random_models
+from bench.environment import RESULTS, describe, store
+from bench.references import references
+from bench.systems import SYSTEMS, Prompts, Settings
+from bench.workloads import WORKLOADS, Workload
+
+MODELS = [*sorted(models.SOURCES), *random_models.SHAPES]
+
+
+def main() -> None:
+    """Measure as the command line says, print a table and write the JSON file."""
+    arguments = _parse()
+    torch.set_num_threads(arguments.threads)
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    model, tokenizer = open_model(arguments.model, dtype, device)
+    workload = _workload(arguments)
+    prompts = workload.prompts(tokenizer, model.config.vocab_size)
+    new_tokens = workload.new_tokens
+
+    settings, trials = {}, {}
+    for name in arguments.systems:
+        settings[name], trials[name] = best_settings(name, model, prompts, new_tokens)
+    measured = measure(model, prompts, new_tokens, settings, arguments.rounds)
+    expected = None
+    if not arguments.no_reference:
+        expected = references(model, arguments.model, prompts, new_tokens, _say_progress)
+
+    systems = {
+        name: summary(seconds, tokens, expected, settings[name], trials[name])
+        for name, (seconds, tokens) in measured.items()
+    }
+    content = {
+        "kind": "serve",
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "workload": {"name": arguments.workload, **asdict(workload)},
+        "prompt_tokens": sum(map(len, prompts)),
+        "rounds": arguments.rounds,
+        "systems": systems,
+        "environment": describe(device),
+    }
+    default = f"serve-{device.type}-{arguments.model}-{arguments.workload}{workload.requests}"
+    print(table(content))
+    print(store(arguments.name or default, content, arguments.out))
+
+
+def open_model(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Return a model by name and its tokenizer; a model of random weights has none."""
+    if name in random_models.SHAPES:
+        return random_models.build(name, dtype, device), None
+    return models.load(name, dtype, device)
+
+
+def best_settings(
+    system: str, model: PreTrainedModel, prompts: Prompts, new_tokens: int
+) -> tuple[Settings, dict[str, float]]:
+    """Run each candidate once and return the fastest, and the seconds of all: the warm-up too."""
+    candidates = SYSTEMS[system].candidates(model, prompts, new_tokens)
+    SYSTEMS[system].run(model, prompts[:2], 2, next(iter(candidates.values())))
+    seconds = {}
+    for name, settings in candidates.items():
+        seconds[name], _ = timed(system, model, prompts, new_tokens, settings)
+        print(f"{system}, {name}: {seconds[name]:.1f} s", file=sys.stderr, flush=True)
+    return candidates[min(seconds, key=seconds.get)], seconds
+
+
+def measure(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    new_tokens: int,
+    settings: dict[str, Settings],
+    rounds: int,
+) -> dict[str, tuple[list[float], list[list[int]]]]:
+    """Return for each system its seconds, one a round, and its tokens in the last round.
+
+    Each round begins with another system, so that none is always the one after the same neighbour.
+    """
+    names = list(settings)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    tokens = {}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            spent, tokens[name] = timed(name, model, prompts, new_tokens, settings[name])
+            seconds[name].append(spent)
+            print(f"round {turn + 1}, {name}: {spent:.2f} s", file=sys.stderr, flush=True)
+    return {name: (seconds[name], tokens[name]) for name in names}
+
+
+def timed(
+    system: str, model: PreTrainedModel, prompts: Prompts, new_tokens: int, settings: Settings
+) -> tuple[float, list[list[int]]]:
+    """Return the seconds of one call and its tokens, which must be as many as were asked for."""
+    gc.collect()
+    start = time.perf_counter()
+    tokens = SYSTEMS[system].run(model, prompts, new_tokens, settings)
+    seconds = time.perf_counter() - start
+    lengths = {len(row) for row in tokens}
+    assert len(tokens) == len(prompts), f"{system}: {len(tokens)} results of {len(prompts)}"
+    assert lengths == {new_tokens}, f"{system}: {lengths} new tokens, {new_tokens} were asked for"
+    return seconds, tokens
+
+
+def summary(
+    seconds: list[float],
+    tokens: list[list[int]],
+    expected: list[list[int]] | None,
+    settings: Settings,
+    trials: dict[str, float],
+) -> dict[str, Any]:
+    """Return what is kept of one system: its median speed, and how many requests agree."""
+    generated = sum(map(len, tokens))
+    agree = None
+    if expected is not None:
+        agree = sum(a == b for a, b in zip(tokens, expected, strict=True))
+    return {
+        "tokens_per_second": round(generated / statistics.median(seconds), 2),
+        "seconds": [round(value, 3) for value in seconds],
+        "equal_to_generate_alone": agree,
+        "settings": settings,
+        "trials": {name: round(value, 3) for name, value in trials.items()},
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the result as lines of text: tokens a second, ratio to the first system, agreement."""
+    systems = content["systems"]
+    first = next(iter(systems))
+    requests = content["workload"]["requests"]
+    lines = [f"{'system':18}{'tokens/s':>10}   times as fast is {first:17} equal to generate alone"]
+    for name, result in systems.items():
+        ratio = systems[first]["tokens_per_second"] / result["tokens_per_second"]
+        agree = result["equal_to_generate_alone"]
+        shown = "not compared" if agree is None else f"{agree} of {requests}"
+        lines.append(f"{name:18}{result['tokens_per_second']:10.1f}{ratio:17.2f}{'':21}{shown}")
+    return "\n".join(lines)
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    changes = {
+        name: value
+        for name, value in (
+            ("requests", arguments.requests),
+            ("new_tokens", arguments.new_tokens),
+            ("length", arguments.length),
+        )
+        if value is not None
+    }
+    return replace(WORKLOADS[arguments.workload], **changes)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="smollm2", metavar="NAME", help=", ".join(MODELS))
+    add("--workload", choices=sorted(WORKLOADS), default="chat")
+    add("--requests", type=int, help="prompts, if not those of the workload")
+    add("--length", type=int, help="tokens of a prompt, about, if not those of the workload")
+    add("--new-tokens", type=int, help="new tokens of each, if not those of the workload")
+    add("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="NAME")
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--device", default="cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--no-reference", action="store_true", help="do not compare with generate, one by one")
+    add("--name", help="name of the JSON file, without its ending")
+    add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    return parser.parse_args()
+
+
+def _say_progress(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    print(f"\rgenerate alone: {done}/{total}", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

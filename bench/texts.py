@@ -1,0 +1,118 @@
+"""Prompts of any length, the same on every machine: text put together from templates by a seed.
+
+It knows a tokenizer and no model.
+"""
+
+import random
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+SUBJECTS = (
+    "the old lighthouse keeper",
+    "a young botanist",
+    "the night train to the coast",
+    "my neighbour's orchard",
+    "the committee on bridges",
+    "a flock of starlings",
+    "the printer in the basement",
+    "every student of the class",
+    "the glacier above the village",
+    "an engineer from Lisbon",
+    "the second violin",
+    "a careful translator",
+)
+VERBS = (
+    "measured",
+    "forgot about",
+    "painted a picture of",
+    "wrote a long letter about",
+    "argued against",
+    "slowly rebuilt",
+    "counted",
+    "was surprised by",
+    "kept a record of",
+    "explained",
+    "could never find",
+    "had waited for",
+)
+OBJECTS = (
+    "the tides of the northern bay",
+    "seven kinds of moss",
+    "the price of copper in 1887",
+    "the rules of an ancient card game",
+    "a map with no roads on it",
+    "the first snow of the year",
+    "the sound of rain on tin roofs",
+    "a recipe for rye bread",
+    "three theories of colour",
+    "the weight of a single feather",
+    "the orbit of a small moon",
+    "the grammar of a lost language",
+)
+OPENINGS = (
+    "In the spring,",
+    "As far as anyone knows,",
+    "Before the war,",
+    "On the third day,",
+    "For no good reason,",
+    "According to the newspaper,",
+    "Long after midnight,",
+    "To everybody's relief,",
+    "It is said that",
+    "When the power failed,",
+)
+CLOSINGS = (
+    "and nobody asked why.",
+    "which is why the door was left open.",
+    "but the answer was never published.",
+    "although the instruments disagreed.",
+    "until the money ran out.",
+    "and the children remembered it for years.",
+    "as the table below shows.",
+    "so the work began again from page one.",
+)
+PARTS = (OPENINGS, SUBJECTS, VERBS, OBJECTS, CLOSINGS)
+
+
+def sentences(count: int, seed: int) -> str:
+    """Return `count` sentences; the seed decides which."""
+    choose = random.Random(seed).choice
+    return " ".join(" ".join(choose(part) for part in PARTS) for _ in range(count))
+
+
+def prompts(
+    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], seed: int = 0, shared: int = 0
+) -> list[list[int]]:
+    """Return one prompt of token ids for each of `lengths`; the first `shared` tokens are common.
+
+    `lengths` count whole prompts, the common start included, and each must exceed `shared`.
+    """
+    if min(lengths) <= shared:
+        raise ValueError(f"lengths: the shortest is {min(lengths)}, must exceed shared = {shared}")
+    start = _tokens(tokenizer, shared, seed)
+    return [
+        start + _tokens(tokenizer, length - shared, seed + 1 + i, whole=not shared)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def random_prompts(
+    vocabulary: int, lengths: Sequence[int], seed: int = 0, shared: int = 0
+) -> list[list[int]]:
+    """Return prompts as `prompts` does, of random token ids, for a model without a tokenizer."""
+    choose = random.Random(seed)
+    start = [choose.randrange(vocabulary) for _ in range(shared)]
+    return [
+        start + [choose.randrange(vocabulary) for _ in range(length - shared)] for length in lengths
+    ]
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, count: int, seed: int, whole: bool = True
+) -> list[int]:
+    # a sentence has more than twelve tokens; an opening token belongs to a whole prompt only
+    text = sentences(count // 12 + 1, seed)
+    tokens = tokenizer(text, add_special_tokens=whole)["input_ids"]
+    assert len(tokens) >= count, f"{len(tokens)} tokens of text for a prompt of {count}"
+    return tokens[:count]
