@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tcb.planning.blocks import ROOT_DIGEST, BlockPool, page_digest
 from tcb.planning.config import Limits
-from tcb.planning.groups import LayerGroup, first_visible_page, num_columns
+from tcb.planning.groups import LayerGroup, num_columns
 from tcb.planning.plan import BatchPlan, Chunk, Relief, Results
 from tcb.planning.request import Request
 
@@ -229,7 +229,7 @@ def pages_left(state: State, sequence: Sequence, group: int, position: int) -> i
     window = state.groups[group].window
     if window is None:
         return 0
-    left = first_visible_page(position, window, state.page_size) - sequence.first[group]
+    left = (position - window + 1) // state.page_size - sequence.first[group]
     return min(left, len(sequence.tables[group])) if left > 0 else 0
 
 
@@ -269,7 +269,9 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
     sequence.room = (sequence.first[0] + len(sequence.tables[0])) * state.page_size
     if sequence.computed >= sequence.next_index:
         _index_pages(state, sequence)
-    _drop_left(state, sequence, sequence.computed)
+    if chunk.count > 1:
+        # after one token hardly any page leaves: that is found out when the next page is needed
+        _drop_left(state, sequence, sequence.computed)
 
 
 def _admit(state: State, chunk: Chunk, now: float) -> Sequence:

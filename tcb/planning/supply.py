@@ -45,18 +45,19 @@ class Supply:
 
     def release(self, block: int) -> None:
         """Count one reader less; without readers the block can be handed out by this plan."""
-        readers = self.readers(block) - 1
+        pool = self._pool
+        readers = self._readers.get(block, pool.readers[block]) - 1
         self._readers[block] = readers
         if readers == 0:
             self.left += 1
-            if block in self._pool.key_of:
+            if block in pool.key_of:
                 self._retired.append(block)
             else:
                 self._recycled.append(block)
 
     def take(self, count: int) -> tuple[int, ...]:
         """Name `count` blocks; there must be as many `left`."""
-        blocks = tuple([self._next() for _ in range(count)])
+        blocks = (self._next(),) if count == 1 else tuple([self._next() for _ in range(count)])
         self._given.update(blocks)
         self.left -= count
         return blocks

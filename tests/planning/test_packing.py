@@ -1,0 +1,143 @@
+"""How plans are laid out, one small case each."""
+
+from array import array
+
+from tcb.planning.packing import pack_batch
+from tcb.planning.request import Sampling
+from tcb.planning.schedule import plan_batch
+from tcb.planning.state import apply_plan
+from tests.planning.small_cases import TOKEN, arrive, land, launch, make_state, turn
+
+
+def pack_next(state, limits):
+    plan = plan_batch(state, limits)
+    return plan, pack_batch(state, plan)
+
+
+def lists(*arrays):
+    assert all(isinstance(a, array) and a.typecode == "i" for a in arrays)
+    return [list(a) for a in arrays]
+
+
+def test_an_empty_plan_is_an_empty_batch():
+    state, limits = make_state((None, 3))
+    _, batch = pack_next(state, limits)
+    assert (batch.num_tokens, batch.num_sequences, batch.context_end) == (0, 0, 0)
+    assert list(batch.query_start) == [0] and [list(e) for e in batch.edits] == [[], []]
+
+
+def test_a_prompt():
+    state, limits = make_state()
+    arrive(state, "A", (11, 12, 13, 14, 15), sampling=Sampling(do_sample=True, seed=3))
+    _, batch = pack_next(state, limits)
+    assert lists(batch.token_ids, batch.positions) == [[11, 12, 13, 14, 15], [0, 1, 2, 3, 4]]
+    assert lists(batch.query_start, batch.context_len, batch.rows) == [[0, 5], [0], [0]]
+    assert lists(batch.sample_index, batch.sample_row) == [[4], [0]]
+    assert lists(*batch.edits) == [[0, 0, 0, 0, 1, 1]]
+    assert batch.admitted == ((0, Sampling(do_sample=True, seed=3)),)
+    assert (batch.num_decodes, batch.context_end) == (0, 5)
+
+
+def test_single_tokens_come_before_chunks_and_samples_follow_the_batch():
+    state, limits = make_state(max_batch_tokens=12)
+    arrive(state, "A", 3)
+    arrive(state, "B", 4)
+    turn(state, limits)
+    arrive(state, "C", 3)
+    arrive(state, "D", 1)
+    plan, batch = pack_next(state, limits)
+    # A decodes where it has room, B enters a page, C and D come in
+    assert plan.decodes == (0,) and [chunk.key for chunk in plan.chunks] == [1, 2, 3]
+    assert plan.sample_keys == (0, 1, 3, 2)
+    c, d = state.waiting[2].tokens, state.waiting[3].tokens
+    assert lists(batch.token_ids) == [[TOKEN, TOKEN, *d, *c]]
+    assert lists(batch.positions) == [[3, 4, 0, 0, 1, 2]]
+    assert lists(batch.query_start, batch.context_len) == [[0, 1, 2, 3, 6], [3, 4, 0, 0]]
+    assert lists(batch.rows, batch.sample_row) == [[0, 1, 3, 2], [0, 1, 3, 2]]
+    assert lists(batch.sample_index) == [[0, 1, 2, 5]]
+    assert batch.num_decodes == 3 and [row for row, _ in batch.admitted] == [2, 3]
+
+
+def test_a_chunk_that_does_not_end_the_prompt_has_no_sample():
+    state, limits = make_state(max_batch_tokens=3)
+    arrive(state, "A", 5)
+    _, batch = pack_next(state, limits)
+    assert lists(batch.sample_index, batch.sample_row) == [[], []]
+
+
+def test_a_token_in_flight_is_left_to_the_device():
+    state, limits = make_state(depth=1)
+    arrive(state, "A", 2)
+    launch(state, limits)
+    _, batch = pack_next(state, limits)
+    assert lists(batch.token_ids, batch.positions, batch.rows) == [[-1], [2], [0]]
+
+
+def test_a_token_in_flight_is_left_to_the_device_where_a_page_is_entered():
+    state, limits = make_state(depth=1)
+    arrive(state, "A", 4)
+    launch(state, limits)
+    plan, batch = pack_next(state, limits)
+    assert plan.decodes == () and lists(batch.token_ids, *batch.edits) == [[-1], [0, 1, 1]]
+
+
+def test_a_sliding_group_writes_its_edits_round_the_ring():
+    state, limits = make_state((None, 4), max_batch_tokens=4)
+    arrive(state, "A", 40)
+    full, ring = state.columns
+    assert (full, ring) == (16, 3)
+    columns = []
+    for _ in range(5):
+        plan, batch = pack_next(state, limits)
+        columns.append([list(edits)[1::3] for edits in batch.edits])
+        apply_plan(state, plan)
+    assert columns == [[[page], [page % 3]] for page in range(5)]
+
+
+def test_a_hit_edits_the_pages_that_are_read():
+    state, limits = make_state((None, 5), max_batch_tokens=64)
+    prompt = tuple(range(18))
+    arrive(state, "A", prompt, max_new_tokens=1)
+    turn(state, limits)
+    arrive(state, "B", prompt)
+    plan, batch = pack_next(state, limits)
+    [chunk] = plan.chunks
+    full, sliding = (list(zip(*[iter(edits)] * 3, strict=True)) for edits in batch.edits)
+    assert [(column, block) for _, column, block in full] == list(
+        enumerate((*chunk.shared[0], *chunk.fresh[0]))
+    )
+    columns = state.columns[1]
+    assert [(column, block) for _, column, block in sliding] == [
+        (3 % columns, chunk.shared[1][0]),
+        (4 % columns, chunk.fresh[1][0]),
+    ]
+    assert list(batch.context_len) == [16]
+
+
+def test_blocks_that_move_are_named():
+    state, limits = make_state(num_blocks=3, max_length=12, host_blocks=1)
+    for name in "ABC":
+        arrive(state, name, 4, max_new_tokens=2)
+    turn(state, limits)
+    block = state.running[2].tables[0][0]
+    plan, batch = pack_next(state, limits)
+    assert batch.offload == ((block, 0),) and batch.restore == ()
+    apply_plan(state, plan)
+    land(state, plan)
+    while not batch.restore:
+        plan, batch = pack_next(state, limits)
+        apply_plan(state, plan)
+        land(state, plan)
+    assert batch.restore == ((0, plan.chunks[-1].fresh[0][0]),)
+
+
+def test_copies_of_forks_are_named():
+    state, limits = make_state((None, 3))
+    prompt = tuple(range(6))
+    arrive(state, "A", prompt)
+    arrive(state, "A0", prompt, parent="A")
+    turn(state, limits)
+    sources = [table[-1] for table in state.running[0].tables]
+    plan, batch = pack_next(state, limits)
+    [fork] = plan.chunks
+    assert batch.copies == tuple(zip(sources, (b[0] for b in fork.fresh), strict=True))
