@@ -13,7 +13,13 @@ from typing import Any
 from torch import nn
 
 from tcb import drop_in
-from tcb.arguments import choose_generation_config, config_within, hints_of, plain_model
+from tcb.arguments import (
+    choose_generation_config,
+    config_within,
+    hints_of,
+    list_of_prompts,
+    plain_model,
+)
 from tcb.manager import ContinuousBatchingManager
 from tcb.paged_generate import generate_paged
 from tcb.planning.request import GenerationOutput, WorkloadHints
@@ -48,22 +54,22 @@ def generate_batch(
     cannot be served, MemoryError where the device has no room; all of that before anything starts.
     """
     model = plain_model(model)
-    generation_config = choose_generation_config(model, generation_config, kwargs)
-    prompts = list(inputs)
+    config = choose_generation_config(model, generation_config, kwargs)
+    prompts = list_of_prompts(inputs)
     if not prompts:
         return {}
-    with continuous_batching_context_manager(
-        model,
-        generation_config=generation_config,
-        continuous_batching_config=continuous_batching_config,
-        persistent_manager=persistent_manager,
-        warmup=warmup,
-        workload_hints=hints_of(prompts, generation_config, persistent_manager),
-    ) as manager:
-        outputs = _collect(manager, prompts, record_timestamps, progress_bar)
-    failed = [name for name, output in outputs.items() if output.error is not None]
+    manager = _running(model)
+    if manager is None:
+        hints = hints_of(prompts, config, persistent_manager)
+        manager = init_continuous_batching(model, config, continuous_batching_config, hints)
+    elif continuous_batching_config is not None:
+        manager.adapt(manager.generation_config, continuous_batching_config)
+    with _session(model, manager, persistent_manager, warmup):
+        outputs = _collect(manager, prompts, config, record_timestamps, progress_bar)
+    failed = [output for output in outputs.values() if output.error is not None]
     if failed:
-        logger.error("%d of %d requests failed: %s", len(failed), len(outputs), failed)
+        count, first = f"{len(failed)} of {len(outputs)}", failed[0]
+        logger.error("%s requests failed; %s: %s", count, first.request_id, first.error)
     return outputs
 
 
@@ -115,27 +121,21 @@ def continuous_batching_context_manager(
     persistent_manager   keep it on the model, with its memory and cached prefixes
     warmup               allocate before the thread starts
 
-    A manager that runs already is somebody else's: it is handed out, neither started nor stopped.
+    A kept manager that runs already is handed out too; who started it stops it, or the last of the
+    calls inside it. Outside, it serves by the settings that it had before.
     """
     model = plain_model(model)
+    running = _running(model)
+    before = None if running is None else running.generation_config
     manager = init_continuous_batching(
         model, generation_config, continuous_batching_config, workload_hints
     )
-    if manager.is_running():
-        yield manager
-        return
-    if warmup and not manager.warmed_up:
-        manager.warmup()
-    manager.start()
-    hard_stop = True
-    try:
-        yield manager
-        hard_stop = False
-    finally:
-        if manager.is_running():
-            manager.stop(block, timeout, persistent_manager, hard_stop)
-        if not persistent_manager and getattr(model, _CACHED, None) is manager:
-            delattr(model, _CACHED)
+    with _session(model, manager, persistent_manager, warmup, block, timeout):
+        try:
+            yield manager
+        finally:
+            if running is not None:
+                manager.adapt(before)
 
 
 def install() -> None:
@@ -159,32 +159,55 @@ def attach(model: nn.Module) -> nn.Module:
     return model
 
 
+def _running(model: nn.Module) -> ContinuousBatchingManager | None:
+    """The manager kept on the model, if it runs."""
+    kept = getattr(model, _CACHED, None)
+    is_ours = isinstance(kept, ContinuousBatchingManager)
+    return kept if is_ours and kept.is_running() else None
+
+
+@contextmanager
+def _session(
+    model: nn.Module,
+    manager: ContinuousBatchingManager,
+    keep: bool,
+    warmup: bool,
+    block: bool = True,
+    timeout: float | None = None,
+) -> Generator[None]:
+    """A session of the manager; once it has stopped, it is on the model only if it is kept."""
+    try:
+        with manager.sessions.enter(manager, block, timeout, keep, warmup):
+            yield
+    finally:
+        if not manager.has_engine and getattr(model, _CACHED, None) is manager:
+            delattr(model, _CACHED)
+
+
 def _collect(
     manager: ContinuousBatchingManager,
     prompts: list[Any],
+    generation_config: Any,
     record_timestamps: bool,
     progress_bar: bool,
 ) -> dict[str, GenerationOutput]:
     """Submit the prompts, wait for all of them, and put the outputs in order."""
     arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
     outputs: dict[str, GenerationOutput] = {}
-    num_forks = manager.num_return_sequences - 1
-    total = len(prompts) * (num_forks + 1)
-    ids: list[str] = []
+    families = manager.collect(prompts, generation_config, record_timestamps, arrived)
+    names = [name for family in families for name in family]
     try:
-        with _progress(total, progress_bar) as count:
-            ids = manager.collect(prompts, record_timestamps, arrived)
-            while len(outputs) < total:
+        with _progress(len(names), progress_bar) as count:
+            while len(outputs) < len(names):
                 output = arrived.get()
                 outputs[output.request_id] = output
                 count()
     except BaseException:
         # in a manager that goes on, nobody else would end them
-        for request_id in ids:
-            manager.cancel_request(request_id)
+        for name in names:
+            manager.cancel_request(name)
         raise
-    names = [[*(f"{name}__child#{i}" for i in range(num_forks)), name] for name in ids]
-    return {name: outputs[name] for family in names for name in family}
+    return {name: outputs[name] for name in names}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ It changes nothing it is given, and knows nothing of managers.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -48,6 +48,9 @@ def choose_generation_config(
     if given is None:
         kind = type(model).__name__
         raise ValueError(f"generation_config is None, and a {kind} has none; accepted: a config")
+    if not hasattr(given, "max_new_tokens"):
+        kind = type(given).__name__
+        raise TypeError(f"generation_config is a {kind}; accepted: a GenerationConfig, and None")
     config, fields = deepcopy(given), vars(type(given)())
     for name, value in (options or {}).items():
         if name not in fields or name.startswith("_"):
@@ -58,6 +61,17 @@ def choose_generation_config(
         if value is not None:
             setattr(config, name, value)
     return config
+
+
+def list_of_prompts(inputs: Any) -> list[Any]:
+    """The prompts one by one, whatever is in them. Raises TypeError for what holds no prompts."""
+    if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
+        kind = type(inputs).__name__
+        raise TypeError(
+            f"inputs is a {kind}; accepted: prompts, each a list of token ids, such as the "
+            "'input_ids' of a tokenizer's output"
+        )
+    return list(inputs)
 
 
 def config_within(generation_config: Any) -> Any:

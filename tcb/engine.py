@@ -124,9 +124,11 @@ class Engine:
             return False
         if moved:
             self._twin = self._runner.twin = twin(self.model)
-            if probe(self.model, self._twin) != self.layers:
-                name = type(self.model).__name__
-                raise RuntimeError(f"the layers of {name} changed while its cache was in use")
+        if probe(self.model, self._twin) != self.layers:
+            raise RuntimeError(
+                f"{type(self.model).__name__} changed its layers, dtype or device while its cache was "
+                "in use; stop the manager and start another"
+            )
         apply_new_weights(self.state)
         self._weights = fingerprint(self.model)
         return True

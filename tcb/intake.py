@@ -27,11 +27,13 @@ class Wish:
 
     eos              ids that end a generation; None: those of the options
     max_new_tokens   None: what the options make of the prompt's length
+    num_outputs      outputs per prompt: the request itself and its forks
     """
 
     options: Options
     eos: frozenset[int] | None
     max_new_tokens: int | None
+    num_outputs: int
     streaming: bool
     record_timestamps: bool
 
@@ -85,6 +87,7 @@ class Intake:
             options=self.options.override(**options) if options else self.options,
             eos=None if eos is None else _token_ids(eos),
             max_new_tokens=None if most is None else _positive("max_new_tokens", most),
+            num_outputs=self.num_return_sequences,
             streaming=bool(streaming),
             record_timestamps=bool(record_timestamps),
         )
@@ -128,14 +131,15 @@ class Intake:
             try:
                 submissions.append(self._make(engine, name, tokens, ordinal, wish))
             except ValueError as error:
-                self._refuse(name, tokens, error, collector)
+                self._refuse(name, tokens, error, wish.num_outputs, collector)
         if engine.limits.share_prefixes:
             submissions.sort(key=lambda requests: requests[0].prompt, reverse=True)
         for requests in submissions:
             try:
                 self._submit(requests, collector, timeout)
             except (ValueError, RuntimeError) as error:
-                self._refuse(requests[0].id, requests[0].prompt, error, collector)
+                first = requests[0]
+                self._refuse(first.id, first.prompt, error, wish.num_outputs, collector)
         return ids
 
     def _make(self, engine, name, tokens, ordinal, wish):
@@ -159,7 +163,7 @@ class Intake:
                 created_time=now,
                 processors=options.processors_for(prompt, new_tokens, eos),
             )
-            for child in range(self.num_return_sequences)
+            for child in range(wish.num_outputs)
         ]
 
     def _submit(
@@ -181,10 +185,9 @@ class Intake:
                     self._router.forget(requests)
                     raise
 
-    def _refuse(self, name, tokens, error, collector):
+    def _refuse(self, name, tokens, error, num_outputs, collector):
         """Outputs in place of a request, and of its forks, that were never submitted."""
-        forks = [_fork_id(name, i) for i in range(self.num_return_sequences - 1)]
-        for each in [*forks, name]:
+        for each in output_ids(name, num_outputs):
             output = failed_output(each, _readable(tokens), str(error))
             if collector is None:
                 self._router.deliver(output)
@@ -208,6 +211,17 @@ class Intake:
             if self._base_seed is None:
                 self._base_seed = draw_base_seed(self._seed)
             return request_seed(self._base_seed, ordinal, child)
+
+
+def plain_wish(options: Options, record_timestamps: bool) -> Wish:
+    """What options of their own ask for."""
+    outputs = options.num_return_sequences
+    return Wish(options, None, None, outputs, False, bool(record_timestamps))
+
+
+def output_ids(name: str, num_outputs: int) -> list[str]:
+    """The ids under which a request's outputs come: its forks', then its own."""
+    return [*(_fork_id(name, i) for i in range(num_outputs - 1)), name]
 
 
 def _fork_id(name, number):

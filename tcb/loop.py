@@ -167,7 +167,9 @@ class Loop:
     def _stop_at_once(self) -> None:
         for landed in self._engine.drain():
             self._deliver(landed)
-        self._fail(self._engine.fail_all(), HARD_STOPPED)
+        # one by one, and not `fail_all`, which forgets the cache: it may be kept
+        for request_id in list(self._engine.state.keys):
+            self._fail(self._engine.cancel(request_id), HARD_STOPPED)
         for requests in _take_all(self._inbox.requests):
             for request in filter(self._router.holds, requests):
                 self._router.fail_and_deliver(request, HARD_STOPPED)
@@ -176,7 +178,8 @@ class Loop:
         """Bring every request to an end and let everybody go, whatever state the engine is in."""
         self._status.mark_as_stopped()
         try:
-            self._fail(self._engine.fail_all(), reason)
+            if self._engine.has_work:
+                self._fail(self._engine.fail_all(), reason)
             if not self.keep_engine:
                 self._engine.close()
         except Exception:

@@ -20,10 +20,11 @@ from tcb.delivery import OutputRouter
 from tcb.device.sampling import read_options
 from tcb.engine import Engine
 from tcb.engine_keeper import EngineKeeper, read_settings
-from tcb.intake import Intake
+from tcb.intake import Intake, output_ids, plain_wish
 from tcb.loop import Inbox, Loop
 from tcb.planning.config import ContinuousBatchingConfig, WorkloadHints
 from tcb.planning.request import GenerationOutput
+from tcb.sessions import Sessions
 from tcb.thread_status import BackgroundThreadStatus
 from tcb.views import OneRank, ProcessorView
 
@@ -31,6 +32,7 @@ logger = logging.getLogger("ContinuousBatchingLogger")
 
 # seconds that `add_request` waits for room in a full queue, as in transformers
 QUEUE_TIMEOUT = 10.0
+_DIFFERS = "the manager runs with settings that differ from these; stop it first"
 
 
 class ContinuousBatchingManager:
@@ -61,9 +63,13 @@ class ContinuousBatchingManager:
         self._queue_timeout = QUEUE_TIMEOUT
         self._control = threading.RLock()
         self._loop: Loop | None = None
+        self.sessions = Sessions()
         self._keeper = EngineKeeper(model, continuous_batching_config, workload_hints)
         self._inbox = Inbox(self._keeper.settings.max_queue_size)
         self._intake = Intake(self.output_router, self._inbox)
+        self.input_queue, self.cancel_queue = self._inbox.requests, self._inbox.cancellations
+        # transformers' name for what changes logits before a token is chosen; `clear` ends that
+        self.logit_processor = self._intake
         options = read_options(model, generation_config)
         self._use(generation_config, options, self._keeper.settings)
         self._engine()
@@ -90,21 +96,6 @@ class ContinuousBatchingManager:
     @num_return_sequences.setter
     def num_return_sequences(self, number: int) -> None:
         self._intake.num_return_sequences = number
-
-    @property
-    def logit_processor(self) -> Intake:
-        """What changes logits before a token is chosen; its `clear` takes all that away."""
-        return self._intake
-
-    @property
-    def input_queue(self) -> queue.Queue:
-        """Requests on their way to the loop."""
-        return self._inbox.requests
-
-    @property
-    def cancel_queue(self) -> queue.SimpleQueue:
-        """Ids of requests to be cancelled, on their way to the loop."""
-        return self._inbox.cancellations
 
     @property
     def current_batch(self) -> int:
@@ -135,11 +126,21 @@ class ContinuousBatchingManager:
         """Whether the background thread is alive."""
         return self._loop is not None and self._loop.thread.is_alive()
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine, with its memory; none after the end of a session."""
+        return self._keeper.engine is not None
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether requests are accepted now."""
+        return self.background_thread_status.can_accept_new_requests() is None
+
     def start(self) -> None:
         """Start the background thread, a daemon. One that is stopping is waited for."""
         with self._control:
             if self.is_running():
-                if self.background_thread_status.can_accept_new_requests() is None:
+                if self.is_accepting:
                     logger.warning("the manager is running already")
                     return
                 self._loop.thread.join()
@@ -237,9 +238,7 @@ class ContinuousBatchingManager:
             options = read_options(self.model, generation_config)
             if not self._keeper.serves(options, settings):
                 if self.is_running():
-                    raise RuntimeError(
-                        "the manager runs with settings that differ from these; stop it first"
-                    )
+                    raise RuntimeError(_DIFFERS)
                 self._put_away()
             self._keeper.use(settings)
             self._inbox.requests.maxsize = settings.max_queue_size
@@ -265,12 +264,13 @@ class ContinuousBatchingManager:
         live, `queue.Full` if there is no room in the queue for 10 s (`max_queue_size`), and
         RuntimeError if the manager has stopped.
         """
-        self._require_open()
         options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         wish = self._intake.read_wish(
             streaming, record_timestamps, options | logit_processor_kwargs
         )
-        return self._intake.add(self._engine(), input_ids, request_id, wish, self._queue_timeout)
+        return self._intake.add(
+            self._open_engine(), input_ids, request_id, wish, self._queue_timeout
+        )
 
     def add_requests(
         self,
@@ -285,20 +285,30 @@ class ContinuousBatchingManager:
         A prompt that cannot be served gets an output in its place: FAILED, with the reason. The
         others are submitted in an order that lets equal beginnings meet.
         """
-        self._require_open()
         options = {"max_new_tokens": max_new_tokens} | logit_processor_kwargs
         wish = self._intake.read_wish(streaming, record_timestamps, options)
-        return self._intake.add_all(self._engine(), inputs, wish, timeout=self._queue_timeout)
+        engine = self._open_engine()
+        return self._intake.add_all(engine, inputs, wish, timeout=self._queue_timeout)
 
     def collect(
-        self, inputs: Iterable[Any], record_timestamps: bool, collector: queue.SimpleQueue
-    ) -> list[str]:
-        """`add_requests`, but last outputs go to `collector`, where nobody else takes them; waits
-        for room in the queue as long as the loop runs.
+        self,
+        inputs: Iterable[Any],
+        generation_config: Any,
+        record_timestamps: bool,
+        collector: queue.SimpleQueue,
+    ) -> list[list[str]]:
+        """Submit many prompts under a generation config of their own; returns, for each, the ids of
+        its outputs: the forks, then itself.
+
+        Last outputs go to `collector`, where nobody else takes them. Waits for room in the queue as
+        long as the loop runs.
         """
-        self._require_open()
-        wish = self._intake.read_wish(False, record_timestamps, {})
-        return self._intake.add_all(self._engine(), inputs, wish, collector)
+        options = read_options(self.model, generation_config)
+        if not self._keeper.serves(options, self._keeper.settings):
+            raise RuntimeError(_DIFFERS)
+        wish = plain_wish(options, record_timestamps)
+        ids = self._intake.add_all(self._open_engine(), inputs, wish, collector)
+        return [output_ids(name, wish.num_outputs) for name in ids]
 
     def cancel_request(self, request_id: str) -> None:
         """End a request before its time: its output is FAILED, with the tokens it has. One that is
@@ -353,10 +363,14 @@ class ContinuousBatchingManager:
         self._generation_config = deepcopy(generation_config)
         self._intake.use(options, settings.seed)
 
-    def _require_open(self):
+    def _open_engine(self) -> Engine:
+        """The engine, for requests to come; RuntimeError if none are accepted."""
+        # read before the status, which says that it is over before the engine is put away
+        engine = self._keeper.engine
         refusal = self.background_thread_status.can_accept_new_requests()
         if refusal is not None:
             raise RuntimeError(f"the request cannot be added: {refusal}")
+        return self._engine() if engine is None else engine
 
     def _put_away(self):
         self._keeper.close()

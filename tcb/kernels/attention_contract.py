@@ -1,4 +1,4 @@
-"""What the two attention launchers share: their checks, the factors of the softmax, and a launch as a value.
+"""What the two attention launchers share: checks, factors of the softmax, a launch as a value.
 
 Knows neither kernel. A broken promise is a `ValueError` that names the tensor.
 """
@@ -28,7 +28,7 @@ class Factors(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its number of programs, its arguments in order, its constants and launch options."""
+    """A kernel, its number of programs, its arguments, its constants and launch options."""
 
     kernel: Any
     programs: int

@@ -1,12 +1,12 @@
 """The walk of one tile of query rows over tiles of keys and values: an online softmax in base 2.
 
-    s = scale * q k^T            (softcap c:  s = c * tanh(s / c))
-    m' = max(m, max s)           p = 2^(log2(e) * (s - m'))        l' = l * 2^(log2(e) * (m - m')) + sum p
-    o' = o * 2^(log2(e) * (m - m')) + p v                          result = o / l
+    s  = q k^T                   with a softcap c: s = c * tanh(scale * q k^T / c)
+    m' = max(m, max s)           p  = 2^(factor * (s - m'))        d = 2^(factor * (m - m'))
+    l' = l * d + sum p           o' = o * d + p v                  result = o / l
 
-Key tiles lie on absolute multiples of their width, so a row meets its keys in the same tiles however
-its sequence was cut into chunks. Knows nothing of programs, sequences or splits: a caller hands in
-one sequence and one key-value head.
+factor is scale * log2(e). Key tiles lie on absolute multiples of their width, so a row meets its
+keys in the same tiles however its sequence was cut into chunks. Knows nothing of programs, of
+sequences or of splits: a caller hands in one sequence and one key-value head.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(row_ptr, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load [rows, BLOCK] from one pointer a row; columns past WIDTH and, if MASKED, dead rows are 0."""
+    """[rows, BLOCK] from one pointer a row; columns past WIDTH and, if MASKED, dead rows are 0."""
     column = tl.arange(0, BLOCK)
     element_ptr = row_ptr[:, None] + column[None, :]
     if MASKED:
@@ -57,8 +57,8 @@ def attend_tiles(
     columns,
     stride_key_cache_block,
     stride_value_cache_block,
-    key_ptr,
-    value_ptr,
+    key_shift,
+    value_shift,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     STRIDE_KEY_CACHE_SLOT: tl.constexpr,
@@ -75,10 +75,12 @@ def attend_tiles(
 ):
     """Fold key tiles [first_tile, end_tile) into (total, row_max, row_sum); return the three.
 
-    Keys at positions below context_len come from the pages; with HAS_CHUNK the later ones come from
-    key_ptr and value_ptr, whose row for position j is at j * stride. MASKED hides what a row must not
-    see and loads no row outside [first_key, end_key), the positions that some row of the tile sees;
-    without it every row must see every key of the tiles. row_max is in units of `factor`.
+    Keys at positions below context_len come from the pages; with HAS_CHUNK the key of a later
+    position j is key_shift + j * STRIDE_KEY_TOKEN elements behind key_cache_ptr, and its value
+    likewise: offsets of one pointer, as AMD's compiler cannot choose between pointers. MASKED hides what a
+    row must not see, and loads nothing outside [first_key, end_key), the positions that some row
+    sees; without it every row must see every key of the tiles. Strides along the rows of a tile are
+    constants: as arguments they cost the wide tiles of sm_90 about 20 registers a thread.
     """
     DIM_BLOCK: tl.constexpr = query.shape[1]
     VALUE_BLOCK: tl.constexpr = total.shape[1]
@@ -86,8 +88,8 @@ def attend_tiles(
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     lane = tl.arange(0, BLOCK_N)
     lookup = 0 if ONE_PAGE else lane
-    # the id for the next tile is fetched one tile ahead: a load whose address hangs on a load of the
-    # same iteration halves the depth of the software pipeline
+    # the id for the next tile is fetched one tile ahead: a load whose address hangs on a load of
+    # the same iteration halves the depth of the software pipeline
     next_block = load_blocks(
         table_ptr, first_tile * BLOCK_N + lookup, columns, PAGE_SIZE, HAS_WINDOW
     )
@@ -99,18 +101,16 @@ def attend_tiles(
             table_ptr, start + BLOCK_N + lookup, columns, PAGE_SIZE, HAS_WINDOW
         )
         slot = ((start % PAGE_SIZE) + lane if ONE_PAGE else key_position % PAGE_SIZE).to(tl.int64)
-        key_row = key_cache_ptr + (block * stride_key_cache_block + slot * STRIDE_KEY_CACHE_SLOT)
-        value_row = value_cache_ptr + (
-            block * stride_value_cache_block + slot * STRIDE_VALUE_CACHE_SLOT
-        )
+        key_offset = block * stride_key_cache_block + slot * STRIDE_KEY_CACHE_SLOT
+        value_offset = block * stride_value_cache_block + slot * STRIDE_VALUE_CACHE_SLOT
         if HAS_CHUNK:
             cached = key_position < context_len
-            chunk_row = key_position.to(tl.int64)
-            key_row = tl.where(cached, key_row, key_ptr + chunk_row * STRIDE_KEY_TOKEN)
-            value_row = tl.where(cached, value_row, value_ptr + chunk_row * STRIDE_VALUE_TOKEN)
+            row = key_position.to(tl.int64)
+            key_offset = tl.where(cached, key_offset, key_shift + row * STRIDE_KEY_TOKEN)
+            value_offset = tl.where(cached, value_offset, value_shift + row * STRIDE_VALUE_TOKEN)
         live = (key_position >= first_key) & (key_position < end_key)
-        keys = load_rows(key_row, live, DIM, DIM_BLOCK, MASKED)
-        values = load_rows(value_row, live, VALUE_DIM, VALUE_BLOCK, MASKED)
+        keys = load_rows(key_cache_ptr + key_offset, live, DIM, DIM_BLOCK, MASKED)
+        values = load_rows(value_cache_ptr + value_offset, live, VALUE_DIM, VALUE_BLOCK, MASKED)
 
         if UPCAST:
             score = tl.dot(query.to(tl.float32), tl.trans(keys.to(tl.float32)))

@@ -14,8 +14,10 @@ from tcb.kernels.attention_contract import Launch, start
 from tcb.kernels.checks import check_write_kv
 from tcb.kernels.dispatch import use_triton
 
-# elements of K, and as many of V, that one program of 4 warps copies: 16 a thread
+# elements of K, and as many of V, that one program copies
 _TILE = 2048
+# bytes that a warp copies at once, 16 a thread: a wider program would split them finer
+_WARP_BYTES = 512
 
 
 def write_kv(
@@ -55,6 +57,7 @@ def plan_launches(
     fitting = max(1, _TILE // max(block_dim, block_value_dim))
     block_heads = min(triton.next_power_of_2(heads), fitting)
     head_blocks = triton.cdiv(heads, block_heads)
+    tile_bytes = block_heads * min(block_dim, block_value_dim) * key.element_size()
     arguments = (
         key,
         value,
@@ -75,6 +78,7 @@ def plan_launches(
         "BLOCK_HEADS": block_heads,
         "BLOCK_DIM": block_dim,
         "BLOCK_VALUE_DIM": block_value_dim,
+        "num_warps": max(1, min(4, tile_bytes // _WARP_BYTES)),
     }
     return [Launch(write_kv_kernel, tokens * head_blocks, arguments, constants)]
 

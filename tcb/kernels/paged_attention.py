@@ -35,7 +35,7 @@ def paged_attention(
     scale=None,
     out=None,
 ):
-    """Attend from the new tokens of every sequence to its cached context and to themselves, causally.
+    """Attend from the new tokens of every sequence to its cached context and themselves, causally.
 
     query        [tokens, heads, dim]
     key, value   [tokens, kv_heads, dim | value_dim], of the new tokens; not read from the cache
@@ -48,8 +48,8 @@ def paged_attention(
     sinks        [heads], one more logit a head in the denominator
     scale        dim**-0.5 by default
 
-    Returns out [tokens, heads, value_dim] in the dtype of query. Tokens of no sequence (padding) are
-    0 in a new `out`; in a given one they are left as they are. Any strides with a dense last axis.
+    Returns out [tokens, heads, value_dim] in the dtype of query. Tokens of no sequence (padding)
+    are 0 in a new `out`; in a given one they are left as they are. Any strides, last axis dense.
     Raises ValueError on a shape, dtype, device or option that does not fit.
     """
     check_attention(query, key_cache, value_cache, block_table, context_len, window, sinks, out)
@@ -104,13 +104,13 @@ def plan_launches(
     has_softcap,
     factors,
 ):
-    """A narrow launch for the sequences of few rows and a wide one for the rest, from static shapes."""
+    """A narrow launch for sequences of few rows and a wide one for the rest, from static shapes."""
     from tcb.kernels.paged_attention_kernel import paged_attention_kernel
 
     tokens, heads, dim = query.shape
     kv_heads, value_dim = value_cache.shape[2:]
     sequences, group = context_len.shape[0], heads // kv_heads
-    size = query.element_size(), max(dim, value_dim)
+    size = query.element_size(), max(dim, value_dim), group
     narrow = choose_tile(device.name, "narrow", *size)
     wide = choose_tile(device.name, "wide", *size)
     # (tile, tiles of the grid, fewest and most rows of the sequences served)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `paged_attention`: one program a tile of (token, head) rows of one key-value head.
+"""The Triton kernel of `paged_attention`: a program a tile of rows of one key-value head.
 
 The query heads that share a key-value head are packed into the rows of a tile: row r of a sequence
 is token r // GROUP, head r % GROUP. Knows nothing of devices or of tile choice.
@@ -15,8 +15,8 @@ def find_sequence(tile, query_start_ptr, num_sequences, GROUP: tl.constexpr, BLO
     """Return (sequence, tile within it) of a tile of the grid; the sequence is -1 before the first.
 
     Sequence i owns the tiles from start(i) = rows before it // BLOCK_M + i on. That is never fewer
-    than it needs, as floor((a + b) / M) + 1 - floor(a / M) >= ceil(b / M), grows strictly, and needs
-    no prefix sum. So the sequence of a tile is the number of starts at or below it, less one.
+    than it needs, as floor((a + b) / M) + 1 - floor(a / M) >= ceil(b / M), grows strictly, and
+    needs no prefix sum. So the sequence of a tile is the number of starts up to it, less one.
     """
     LANES: tl.constexpr = 256
     found = 0
@@ -31,7 +31,9 @@ def find_sequence(tile, query_start_ptr, num_sequences, GROUP: tl.constexpr, BLO
     return sequence, tile - (before * GROUP // BLOCK_M + sequence)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tiles", "columns", "window"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_tiles", "columns", "window", "stride_table_sequence"]
+)
 def paged_attention_kernel(
     query_ptr,
     key_ptr,
@@ -82,10 +84,10 @@ def paged_attention_kernel(
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Serve the sequences of MIN_ROWS..MAX_ROWS rows, a tile each; with MAX_ROWS 0 all from MIN_ROWS on.
+    """Serve sequences of MIN_ROWS..MAX_ROWS rows, a tile each; MAX_ROWS 0: all from MIN_ROWS on.
 
     ZONES walks the tiles between the left edge of the window and the diagonal without masks.
-    A grid of num_tiles * KV_HEADS programs; the last tiles, which have most keys before them, go first.
+    A grid of num_tiles * KV_HEADS programs; the last tiles, with most keys before them, go first.
     """
     program = tl.program_id(0)
     head = (program % KV_HEADS).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Attention of one query a sequence over its pages, split over what it sees: checks, tiles, launches.
+"""Attention of one query a sequence over its pages, split over what it sees: checks and launches.
 
     out[i, h] = sum_j softmax_j(scale * query[i, h] . key[j, h // group]) value[j, h // group]
 
@@ -39,7 +39,7 @@ def paged_decode(
     num_splits=None,
     out=None,
 ):
-    """Attend from the newest position of every sequence, whose key and value are already in the cache.
+    """Attend from the newest position of every sequence, its key and value already in the cache.
 
     query        [sequences, heads, dim]
     key_cache    [blocks, page_size, kv_heads, dim]      value_cache  [..., value_dim]
@@ -49,10 +49,10 @@ def paged_decode(
     softcap      scores become softcap * tanh(score / softcap)
     sinks        [heads], one more logit a head in the denominator
     scale        dim**-0.5 by default
-    num_splits   the most parts that a sequence is cut into. Parts then depend on its own length alone,
-                 not on the batch; by default the shape of the batch and the device choose the number
+    num_splits   the most parts that a sequence is cut into; the parts then depend on its own length
+                 alone. By default the number of sequences and the device choose it
 
-    Returns out [sequences, heads, value_dim] in the dtype of query. Any strides with a dense last axis.
+    Returns out [sequences, heads, value_dim] in the dtype of query. Any strides, last axis dense.
     Raises ValueError on a shape, dtype, device or option that does not fit.
     """
     expect_rank("query", query, 3, "[sequences, heads, dim]")
@@ -108,7 +108,7 @@ def plan_launches(
     sequences, heads, dim = query.shape
     _, page_size, kv_heads, value_dim = value_cache.shape
     group = heads // kv_heads
-    tile = choose_tile(device.name, "narrow", query.element_size(), max(dim, value_dim))
+    tile = choose_tile(device.name, "narrow", query.element_size(), max(dim, value_dim), group)
     programs = sequences * kv_heads * -(-group // tile.rows)
     splits = choose_splits(device.processors, programs) if num_splits is None else num_splits
     # at one split nothing is written to these

@@ -1,4 +1,4 @@
-"""The Triton kernels of `paged_decode`: one program a part of a sequence, and the merge of the parts.
+"""The Triton kernels of `paged_decode`: a program a part of a sequence, and the merge of parts.
 
 A part leaves its sums un-normalised in fp32, with the maximum and the sum of weights of each row.
 Knows nothing of devices or of tile choice.
@@ -21,8 +21,8 @@ def plan_parts(
 ):
     """Return (first visible key, first tile, end tile, tiles a part, parts) of one sequence.
 
-    The visible part, not the whole sequence, is cut, into at most MAX_SPLITS parts of whole tiles and
-    of MIN_TILES or more; a sequence of nothing has one empty part.
+    What the window leaves, not the whole sequence, is cut into at most MAX_SPLITS parts of whole
+    tiles, MIN_TILES or more; a sequence of nothing has one empty part.
     """
     first_key = tl.maximum(context_len - window, 0) if HAS_WINDOW else 0
     first_tile = first_key // BLOCK_N
@@ -33,7 +33,7 @@ def plan_parts(
     return first_key, first_tile, end_tile, tiles_per_part, parts
 
 
-@triton.jit(do_not_specialize=["columns", "window"])
+@triton.jit(do_not_specialize=["columns", "window", "stride_table_sequence"])
 def paged_decode_kernel(
     query_ptr,
     key_cache_ptr,
@@ -80,8 +80,8 @@ def paged_decode_kernel(
     """Attend from BLOCK_M heads of one key-value head to one part of a sequence.
 
     A grid of sequences * MAX_SPLITS * KV_HEADS * cdiv(GROUP, BLOCK_M) programs. The only part of a
-    sequence goes straight to out; of several, each goes to the part_* scratch:
-    part_total [sequences * heads, MAX_SPLITS, VALUE_DIM], part_max, part_sum [sequences * heads, MAX_SPLITS].
+    sequence goes straight to out; of several, each goes to the fp32 scratch part_total
+    [sequences * heads, MAX_SPLITS, VALUE_DIM], part_max and part_sum [.., MAX_SPLITS].
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tcb.kernels import torch_sampling
 
-# the weight of the likeliest token; what WEIGHT_BITS more in the exponent of an fp32 are in its bits
+# the weight of the likeliest token; what WEIGHT_BITS adds to the bits of an fp32 by its exponent
 UNIT = tl.constexpr(2.0**torch_sampling.WEIGHT_BITS)
 UNIT_EXPONENT = tl.constexpr(torch_sampling.WEIGHT_BITS << 23)
 LOG2_E = tl.constexpr(torch_sampling.LOG2_E)

@@ -69,7 +69,7 @@ def build_lists(
     block_table  [sequences, columns]     heads  query heads
     num_extra    columns for no key of the cache, at the end of each row
 
-    Keys are read in place where both caches are fp32 and their strides are whole heads.
+    Keys are read in place where the caches allow.
     """
     served = [i for i, n in enumerate(count) if n]
     if not served:
@@ -92,7 +92,7 @@ def build_lists(
 
     kv_heads, place = key_cache.shape[2], None
     steps = [head_steps(cache) for cache in (key_cache, value_cache)]
-    if key_cache.dtype == value_cache.dtype == torch.float32 and None not in steps:
+    if _fits_in_place(key_cache, value_cache, steps, widths):
         num_rows = [
             num_head_rows(cache, step)
             for cache, step in zip((key_cache, value_cache), steps, strict=True)
@@ -180,6 +180,24 @@ def attend_lists(
             own_weight.view(served, -1, group, 1), own_value
         )
     return bags.view(served, heads, -1)
+
+
+def _fits_in_place(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    steps: Sequence[Steps | None],
+    widths: Sequence[int],
+) -> bool:
+    """Whether the pages can be the tables: both fp32, their strides whole heads.
+
+    torch drops the entries of a sparse tensor beyond its number of elements, which padding could
+    reach where one sequence fills a cache of one head.
+    """
+    return (
+        key_cache.dtype == value_cache.dtype == torch.float32
+        and None not in steps
+        and max(widths) <= num_head_rows(key_cache, steps[0])
+    )
 
 
 def _cut_rectangles(

@@ -4,7 +4,7 @@ The table is keyed by device class, kind of launch, element size and head size: 
 on the lengths in a batch. Knows no kernel code; only `read_device` looks at a device.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +65,7 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
     ("sm_80", "wide"): (
         (64, _wide(128, 64, 8, 3)),
         (128, _wide(128, 32, 8, 3)),
-        (256, _wide(64, 16, 8, 3)),
+        (256, _wide(64, 32, 8, 3)),
     ),
     # two programs a processor fit its 163 KiB
     ("sm_80", "narrow"): (
@@ -79,8 +79,8 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
     ),
     ("gfx9", "narrow"): ((128, Tile(16, 64, 2, 2)), (256, Tile(16, 32, 2, 2))),
     # small enough for whatever else Triton compiles for
-    ("other", "wide"): ((128, _wide(64, 32, 4, 2)), (256, _wide(32, 32, 4, 2))),
-    ("other", "narrow"): ((256, Tile(16, 32, 4, 2)),),
+    ("other", "wide"): ((128, _wide(64, 32, 4, 2)), (256, _wide(32, 16, 4, 2))),
+    ("other", "narrow"): ((128, Tile(16, 32, 4, 2)), (256, Tile(16, 16, 4, 2))),
     # small enough for small cases to cross the edges of tiles
     ("interpreter", "wide"): ((256, _wide(32, 32)),),
     ("interpreter", "narrow"): ((256, Tile(16, 32)),),
@@ -88,15 +88,17 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
 # products of fp32 run on the plain units: their instructions are what costs, and their code size
 _FP32_TILES = {
     "wide": ((64, Tile(32, 32, 4, 2)), (128, Tile(16, 32, 4, 2)), (256, Tile(16, 16, 4, 2))),
-    "narrow": ((128, Tile(16, 32, 4, 2)), (256, Tile(16, 16, 4, 2))),
+    "narrow": ((128, Tile(16, 32, 8, 2)), (256, Tile(16, 16, 4, 2))),
 }
 _CUDA_CLASSES = {80: "sm_80", 87: "sm_80", 90: "sm_90", 100: "sm_90", 103: "sm_90"}
 
 
-def choose_tile(name: str, kind: str, element_size: int, dim: int) -> Tile:
+def choose_tile(name: str, kind: str, element_size: int, dim: int, group: int) -> Tile:
     """The tile of a device class for a "wide" or "narrow" launch; dim is the larger head size.
 
-    Raises ValueError for a head size that no row of the table serves.
+    group is the number of query heads that share a key-value head: a narrow tile holds all of them
+    where registers allow, so that keys are read once. Raises ValueError for a head size that no row
+    of the table serves.
     """
     table = _TILES.get((name, kind), _TILES["other", kind])
     if element_size > 2 and name != "interpreter":
@@ -104,15 +106,18 @@ def choose_tile(name: str, kind: str, element_size: int, dim: int) -> Tile:
     tile = next((tile for largest, tile in table if dim <= largest), None)
     if tile is None:
         raise ValueError(f"query: expected head sizes of at most {table[-1][0]}, got {dim}")
+    if kind == "narrow":
+        rows = min(1 << (group - 1).bit_length(), 64 if dim <= 128 else 32)
+        return replace(tile, rows=max(tile.rows, rows))
     return tile
 
 
 def choose_splits(processors: int, work: int) -> int:
     """The most parts that a decoding sequence is cut into, from static shapes alone.
 
-    work counts (sequence, head block) pairs. Few of them: as many parts as fill the device once, in
-    one wave. Many: eight waves of parts, so that the last wave and a sequence longer than the others
-    cost little.
+    work counts (sequence, head block) pairs. Few of them: as many parts as fill the device once,
+    in one wave. Many: eight waves of parts, so that the last wave and a sequence longer than the
+    others cost little.
     """
     capacity = processors * DECODE_RESIDENCY
     splits = capacity // work if 2 * work <= capacity else -(-8 * capacity // work)

@@ -1,12 +1,11 @@
-"""Generation options against `model.generate` itself, token by token, on a tiny random Llama."""
+"""Generation options: what is read from where, what is refused by name, and how seeds are made."""
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, WatermarkingConfig
+from transformers import GenerationConfig, WatermarkingConfig
 
 from tcb.device.sampling import (
     _splitmix,
@@ -16,66 +15,12 @@ from tcb.device.sampling import (
     request_seed,
 )
 from tcb.planning.request import Sampling
-
-VOCAB = 61
-PROMPT = (5, 9, 31, 9, 5, 9)
-
-NEW_TOKENS = 12
-
-HISTORY = {
-    "repetition_penalty": {"repetition_penalty": 1.7},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.4},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
-    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
-    "min_length": {"min_length": len(PROMPT) + 5},
-    "min_new_tokens": {"min_new_tokens": 7},
-    "bad_words_ids": {"bad_words_ids": [[3], [56, 5], [29]]},
-    "suppress_tokens": {"suppress_tokens": list(range(1, 60, 2))},
-    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, 60, 2))},
-    "sequence_bias": {"sequence_bias": [[[7], 4.0], [[9, 11], 30.0], [[7, 12], 30.0]]},
-    "forced_eos_token_id": {"forced_eos_token_id": 17},
-    "forced_bos_token_id": {"forced_bos_token_id": 23},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6)},
-    "remove_invalid_values": {"remove_invalid_values": True},
-    "renormalize_logits": {"renormalize_logits": True},
-    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=6.0)},
-    "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
-}
-WARPERS = {
-    "typical_p": {"typical_p": 0.7},
-    "epsilon_cutoff": {"epsilon_cutoff": 0.02},
-    "eta_cutoff": {"eta_cutoff": 0.1},
-    "top_h": {"top_h": 0.5},
-    "in order": {
-        "repetition_penalty": 1.4,
-        "temperature": 0.7,
-        "top_k": 30,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "typical_p": 0.95,
-        "renormalize_logits": True,
-    },
-}
+from tests.device.options import HISTORY, PROMPT, VOCAB, WARPERS, build, generate
 
 
 @pytest.fixture(scope="module")
 def shared_model():
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.25,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return LlamaForCausalLM(config).eval()
+    return build()
 
 
 @pytest.fixture
@@ -84,114 +29,6 @@ def model(shared_model):
     original = copy.deepcopy(shared_model.generation_config)
     yield shared_model
     shared_model.generation_config = original
-
-
-def follow(model, options, max_new_tokens):
-    """Greedy tokens of the options under test; the model runs anew on the whole sequence."""
-    processors = options.processors_for(PROMPT, max_new_tokens)
-    tokens = list(PROMPT)
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            scores = model(torch.tensor([tokens])).logits[0, -1]
-        if processors is not None:
-            scores = apply_history(processors, tokens, scores)
-        tokens.append(int(scores.argmax()))
-        if tokens[-1] in options.eos:
-            break
-    return tokens
-
-
-def generate(model, **fields):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model.generate(torch.tensor([PROMPT]), **fields)
-
-
-# history processors
-
-
-@pytest.mark.parametrize("eos", [2, [2, 38]], ids=["eos", "eos list"])
-@pytest.mark.parametrize("option", HISTORY)
-def test_greedy_tokens_are_those_of_generate(model, option, eos):
-    fields = {"max_new_tokens": NEW_TOKENS, "eos_token_id": eos, **HISTORY[option]}
-    options = read_options(model, GenerationConfig(**fields))
-    assert options.needs_history
-    wanted = generate(model, generation_config=GenerationConfig(**fields))[0].tolist()
-    assert follow(model, options, options.new_tokens_for(len(PROMPT))) == wanted
-
-
-CHANGING = [
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "watermarking_config",
-]
-ENDING = ["min_length", "min_new_tokens"]
-
-
-@pytest.mark.parametrize("option", CHANGING)
-def test_the_cases_above_change_what_is_generated(model, option):
-    plain = generate(model, max_new_tokens=NEW_TOKENS)[0].tolist()
-    assert generate(model, max_new_tokens=NEW_TOKENS, **HISTORY[option])[0].tolist() != plain
-
-
-@pytest.mark.parametrize("option", ENDING)
-def test_the_cases_above_change_where_a_generation_ends(model, option):
-    plain = generate(model, max_new_tokens=NEW_TOKENS, eos_token_id=38)[0].tolist()
-    made = generate(model, max_new_tokens=NEW_TOKENS, eos_token_id=38, **HISTORY[option])
-    assert made[0].tolist()[: len(plain) - 1] == plain[:-1]
-    assert made.shape[1] > len(plain)
-
-
-@pytest.mark.parametrize("option", [*HISTORY, *WARPERS])
-def test_sampled_scores_are_those_of_generate(model, option):
-    fields = {
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": True,
-        **HISTORY.get(option, {}),
-        **WARPERS.get(option, {}),
-    }
-    options = read_options(model, **fields)
-    assert options.needs_history
-    assert options.sampling_for(4) == Sampling(do_sample=True, seed=4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        made = generate(model, return_dict_in_generate=True, output_scores=True, **fields)
-    tokens = made.sequences[0].tolist()
-    processors = options.processors_for(PROMPT, NEW_TOKENS)
-    for place, wanted in enumerate(made.scores):
-        history = tokens[: len(PROMPT) + place]
-        with torch.no_grad():
-            logits = model(torch.tensor([history])).logits[0, -1]
-        scores = apply_history(processors, history, logits)
-        # logits of about 10, computed with and without a cache: two or three roundings apart
-        torch.testing.assert_close(scores, wanted[0], rtol=2e-5, atol=2e-5)
-
-
-def test_processors_keep_scores_and_leave_errors_to_the_caller(model):
-    options = read_options(model, repetition_penalty=1.5)
-    processors = options.processors_for(PROMPT, 4)
-    scores = torch.linspace(-1, 1, VOCAB)
-    kept = scores.clone()
-    apply_history(processors, PROMPT, scores)
-    assert torch.equal(scores, kept)
-    with pytest.raises(RuntimeError):
-        apply_history(processors, [-VOCAB - 5], scores)
-    processors.append(lambda input_ids, scores: scores[:, :1])
-    with pytest.raises(ValueError, match="shape"):
-        apply_history(processors, PROMPT, scores)
-
-
-def test_requests_do_not_share_the_state_of_processors(model):
-    options = read_options(model, repetition_penalty=1.5)
-    first, second = options.processors_for(PROMPT, 4), options.processors_for(PROMPT, 4)
-    assert first is not second
-    assert all(a is not b for a, b in zip(first, second, strict=True))
 
 
 # what is read
@@ -253,7 +90,8 @@ def test_lengths_are_those_of_generate(model, fields, own):
 def test_the_default_length_stops_at_the_positions_of_the_model(model):
     prompt = torch.arange(60)[None] % VOCAB
     options = read_options(model)
-    made = model.generate(prompt, eos_token_id=-1).shape[1] - 60
+    with pytest.warns(UserWarning, match="max_length"):
+        made = model.generate(prompt, eos_token_id=-1).shape[1] - 60
     assert options.new_tokens_for(60) == made == 4
     with pytest.raises(ValueError, match="max_position_embeddings is 64"):
         options.new_tokens_for(64)

@@ -114,6 +114,12 @@ def test_prompts_of_many_kinds(tiny, kind):
     assert all(type(output.prompt_ids[0]) is int for output in outputs.values())
 
 
+@pytest.mark.parametrize("inputs", [{"input_ids": [[1]]}, "text", None, 5])
+def test_what_holds_no_prompts_is_a_type_error(tiny, inputs):
+    with pytest.raises(TypeError, match=f"inputs is a {type(inputs).__name__}"):
+        generate(tiny, inputs)
+
+
 @pytest.mark.parametrize("nothing", [[], (), torch.empty(0, 3, dtype=torch.int64)])
 def test_no_prompts_no_outputs(tiny, nothing):
     assert generate(tiny, nothing) == {}
@@ -172,6 +178,7 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_starts(tiny, p
     for options, error, words in [
         ({"no_such_option": 1}, TypeError, "no_such_option"),
         ({"to_dict": 1}, TypeError, "to_dict"),
+        ({"generation_config": {"max_new_tokens": 3}}, TypeError, "generation_config is a dict"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"num_beams": 3}, ValueError, "num_beams is 3"),
         ({"stop_strings": ["x"]}, ValueError, "stop_strings"),

@@ -140,6 +140,15 @@ def test_weights_changed_while_requests_run_let_them_go_on_with_the_new_ones():
     assert run(engine) == {"r": expected}
 
 
+def test_a_model_cast_to_another_dtype_is_not_served_from_the_old_cache():
+    model = FAMILIES["llama"]()
+    engine = new_engine(model, page_size=8, num_blocks=60)
+    serve(engine, prompts_of([20]), NEW_TOKENS)
+    model.to(torch.float64)
+    with pytest.raises(RuntimeError, match="changed its layers, dtype or device"):
+        engine.refresh_weights()
+
+
 def test_the_model_is_left_as_it_was(references):
     model, prompts, _ = references("gemma2")
     model.train()

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import tcb
 from tests.engine.calling import NEW, SMALL, generate, tokens
 from tests.engine.families import FAMILIES
-from tests.engine.reference import alone
+from tests.engine.reference import alone, prompts_of
 
 pytestmark = pytest.mark.usefixtures("nothing_kept")
 
@@ -118,6 +118,73 @@ def test_a_call_inside_a_running_session_joins_it(tiny, prompts, expected):
         assert manager.is_running()
         assert manager.get_result(name).generated_tokens == expected[0]
         assert manager.output_router.output_queue.empty()
+
+
+def test_a_call_inside_a_session_leaves_its_settings_alone(tiny, prompts, expected):
+    generate(tiny, prompts, persistent_manager=True)
+    generation = GenerationConfig(max_new_tokens=4)
+    with tcb.continuous_batching_context_manager(
+        tiny, generation, persistent_manager=True
+    ) as outer:
+        outer.start()
+        short = tcb.generate_batch(tiny, prompts, max_new_tokens=2)
+        assert tokens(short) == [each[:2] for each in expected]
+        assert outer.is_running() and outer.generation_config.max_new_tokens == 4
+        with tcb.continuous_batching_context_manager(
+            tiny, GenerationConfig(max_new_tokens=3)
+        ) as inner:
+            assert inner is outer
+            assert len(inner.get_result(inner.add_request(prompts[0])).generated_tokens) == 3
+        assert outer.is_running()
+        assert len(outer.get_result(outer.add_request(prompts[0])).generated_tokens) == 4
+        with pytest.raises(RuntimeError, match="stop it first"):
+            tcb.generate_batch(tiny, prompts, continuous_batching_config={"page_size": 32})
+    assert not outer.is_running()
+
+
+def test_what_a_user_started_no_session_stops(tiny, prompts, expected):
+    generate(tiny, prompts, persistent_manager=True)
+    manager = tiny._cached_continuous_batching_manager
+    manager.start()
+    assert tokens(generate(tiny, prompts, continuous_batching_config=None)) == expected
+    assert manager.is_running()
+
+
+def test_calls_from_several_threads_share_a_kept_manager(tiny, prompts, expected):
+    generate(tiny, prompts, persistent_manager=True)
+    manager = tiny._cached_continuous_batching_manager
+    results = queue.SimpleQueue()
+
+    def call():
+        for _ in range(3):
+            results.put(tokens(generate(tiny, prompts, persistent_manager=True)))
+
+    for _ in range(3):
+        threading.Thread(target=call, daemon=True).start()
+    assert [results.get(timeout=60) for _ in range(9)] == [expected] * 9
+    assert tiny._cached_continuous_batching_manager is manager
+
+
+@pytest.mark.parametrize("hard_stop", [False, True])
+def test_prefixes_outlive_a_session(tiny, hard_stop):
+    (prompt,) = prompts_of((70,))
+    generate(tiny, [prompt], persistent_manager=True)
+    manager = tiny._cached_continuous_batching_manager
+    manager.start()
+    if hard_stop:
+        manager.add_request(prompt[:1], max_new_tokens=300)
+    manager.stop(keep_for_next_session=True, hard_stop=hard_stop)
+    runner, counts = manager._keeper.engine._runner, []
+    launch = runner.launch
+
+    def counting(packed, *rest):
+        counts.append(len(packed.token_ids))
+        return launch(packed, *rest)
+
+    runner.launch = counting
+    (output,) = generate(tiny, [prompt], persistent_manager=True).values()
+    assert output.generated_tokens == alone(tiny, prompt, NEW)
+    assert sum(counts) <= SMALL["page_size"] + NEW - 1, counts
 
 
 def test_calls_from_several_threads(tiny, prompts, expected):

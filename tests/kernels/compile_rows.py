@@ -1,6 +1,6 @@
-"""Compile launches ahead of time, as a launcher would start them, and count what the machine code holds.
+"""Compile launches ahead of time, as a launcher would start them, and count what the code holds.
 
-Run as a program, with architectures as arguments and without TRITON_INTERPRET: prints one JSON object
+Run as a program, with architectures as arguments and without TRITON_INTERPRET: prints a JSON object
 a row. A stand-in for the driver names the architecture, tensors are on the meta device, and the
 launches are those of the launchers' own plans, so constants and alignments are those of real calls.
 """
@@ -35,6 +35,8 @@ ROWS = [
     ("narrow", {"dim": 128, "page_size": 16, **EVERYTHING}),
     *(("decode", {"dim": dim}) for dim in (64, 128, 256)),
     ("decode", {"dim": 128, "page_size": 16, **EVERYTHING}),
+    ("decode", {"dim": 128, "heads": 64, "kv_heads": 1}),
+    ("decode", {"dim": 256, "heads": 32, "kv_heads": 1}),
     ("decode", {"dim": 96, "heads": 20, "kv_heads": 4, "page_size": 12}),
     ("merge", {"dim": 128, **EVERYTHING}),
     ("wide", {"dim": 128, "dtype": "float32"}),
@@ -68,7 +70,9 @@ def plan(arch, kind, *, dim, value_dim=0, heads=32, kv_heads=8, page_size=64, dt
     from tcb.kernels.paged_attention import plan_launches as plan_attention
     from tcb.kernels.paged_decode import plan_launches as plan_decode
 
-    def tensor(*shape, dtype=getattr(torch, dtype)):
+    element = getattr(torch, dtype)
+
+    def tensor(*shape, dtype=element):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sequences, tokens, blocks, columns = 64, 4096, 512, 128

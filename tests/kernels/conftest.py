@@ -1,6 +1,6 @@
 """Run this folder's tests in Triton's interpreter, or on the accelerator if there is one.
 
-With TRITON_INTERPRET=0 and no accelerator the same tests run on torch operations.
+With TRITON_INTERPRET=0 and no accelerator the tests of values run on torch operations.
 """
 
 import os

@@ -102,10 +102,10 @@ def tolerance(case, expected, same_dtype, magnitude, largest_score):
     """At most twice the error of the same-dtype reference, and the rounding of scores and sums.
 
     A result is a weighted mean of values: its rounding is relative to the mean of their absolute
-    values, `magnitude`. With S the largest score, a kernel's fp32 exponent of a weight has a product
-    of each of two scores (eps/2 * S) and a difference (eps/2 * 2S): 2 eps S. It moves a weight by as
-    much, relatively, and the mean, whose weights sum to one, by at most twice that. A softcap, written
-    as cap * (1 - 2 / (1 + e^2x)), has three more roundings, each of up to eps * cap.
+    values, `magnitude`. With S the largest score, the exponent of a weight is in fp32 a difference
+    (eps/2 * 2S) of two products (eps/2 * S each): an error of 2 eps S. It moves a weight by as
+    much relatively and the mean, whose weights sum to one, by at most twice that. A softcap, as
+    cap * (1 - 2 / (1 + e^2x)), has three more roundings, each of up to eps * cap.
     """
     score_band = 2 * largest_score + (3 * case.softcap if case.softcap is not None else 0)
     band = torch.finfo(case.dtype).eps + 2 * torch.finfo(torch.float32).eps * score_band
@@ -130,70 +130,67 @@ def build(case: Case, device: torch.device) -> Problem:
 
     All of the pool is NaN or Inf but the cached positions that the first query of a sequence sees
     and later ones, guard blocks on either side of the pool too; dead entries of a table are -1 or
-    name a poisoned block.
+    name a poisoned block. Padding tokens are NaN and Inf.
     """
     generator = torch.Generator().manual_seed(len(case.sequences) * 7919 + case.dim)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(case.dtype).to(device)
 
-    value_dim = case.value_dim or case.dim
-    columns = num_columns(case)
+    value_dim, columns = case.value_dim or case.dim, num_columns(case)
     blocks = len(case.sequences) * columns + 2
-    key_cache, value_cache = poisoned_caches(case, blocks, value_dim, device)
-    order = torch.randperm(blocks, generator=generator).tolist()
-    stale = order.pop()
+    caches = poisoned_caches(case, blocks, value_dim, device)
+    free = torch.randperm(blocks, generator=generator).tolist()
     table = torch.full((len(case.sequences), columns), -1, dtype=torch.int32, device=device)
-    table[:, 1::2] = stale
+    table[:, 1::2] = free.pop()
     sinks = None
     if case.sinks is not None:
         sinks = case.sinks + torch.arange(case.heads, device=device) / 8
-    queries, new_keys, new_values, expected, same_dtype, magnitude = [], [], [], [], [], []
-    largest_score = 0.0
+    new, checks, largest_score = [], [], 0.0
     for row, (context, chunk) in enumerate(case.sequences):
         query = normal(1 if case.decode else chunk, case.heads, case.dim) * case.magnitude
         keys = normal(context + chunk, case.kv_heads, case.dim)
         values = normal(context + chunk, case.kv_heads, value_dim)
-        first_query = context - case.decode
-        first = 0 if case.window is None else max(0, first_query - case.window + 1)
-        taken = {}
-        for position in range(first, context):
-            page, slot = divmod(position, case.page_size)
-            if page not in taken:
-                taken[page] = order.pop()
-                table[row, page % columns] = taken[page]
-            key_cache[taken[page], slot] = keys[position]
-            value_cache[taken[page], slot] = values[position]
-        expected.append(attend(query, keys, values, case, sinks, torch.float64))
-        magnitude.append(attend(query, keys, values.abs(), case, sinks, torch.float64))
-        if query.numel() and keys.numel():
-            scores = score(query, keys, case, torch.float64).abs().max().item()
-            largest_score = max(largest_score, scores)
-        same_dtype.append(attend(query, keys, values, case, sinks, case.dtype))
-        queries.append(query)
-        new_keys.append(keys[context:])
-        new_values.append(values[context:])
-    poison = torch.full((case.padding, case.heads, case.dim), float("nan"), dtype=case.dtype)
-    queries.append(poison.to(device))
-    new_keys.append(queries[-1][:, : case.kv_heads])
-    new_values.append(torch.full_like(normal(case.padding, case.kv_heads, value_dim), INF))
-    chunks = [0, *(chunk for _, chunk in case.sequences)]
-    contexts = [context for context, _ in case.sequences]
-    expected, same_dtype = torch.cat(expected), torch.cat(same_dtype)
-    new = torch.cat(queries), torch.cat(new_keys), torch.cat(new_values)
+        store(case, context, keys, values, caches, table[row], free)
+        new.append((query, keys[context:], values[context:]))
+        exact = attend(query, keys, values, case, sinks, torch.float64)
+        rounded = attend(query, keys, values, case, sinks, case.dtype)
+        checks.append((exact, rounded, attend(query, keys, values.abs(), case, sinks, exact.dtype)))
+        scores = score(query, keys, case, torch.float64)
+        largest_score = max(largest_score, scores.abs().max().item() if scores.numel() else 0.0)
+    poison = normal(case.padding, case.heads + 2 * case.kv_heads, max(case.dim, value_dim))
+    query, key, value = (poison * INF).split([case.heads, case.kv_heads, case.kv_heads], 1)
+    new.append((query[..., : case.dim], key[..., : case.dim], value[..., :value_dim]))
+    new = [torch.cat(parts) for parts in zip(*new, strict=True)]
     if case.packed and not case.decode:
         new = torch.cat(new, 1).split([case.heads, case.kv_heads, case.kv_heads], 1)
+    expected, same_dtype, magnitude = (torch.cat(parts) for parts in zip(*checks, strict=True))
+    chunks = [0, *(chunk for _, chunk in case.sequences)]
+    contexts = [context for context, _ in case.sequences]
     return Problem(
         *new,
-        key_cache,
-        value_cache,
+        *caches,
         table,
         torch.tensor(chunks, device=device).cumsum(0).int(),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         sinks,
         expected,
-        tolerance(case, expected, same_dtype, torch.cat(magnitude), largest_score),
+        tolerance(case, expected, same_dtype, magnitude, largest_score),
     )
+
+
+def store(case, context, keys, values, caches, table_row, free):
+    """Put what is visible of a context into blocks taken from `free`, and name them in its row."""
+    first_query = context - case.decode
+    first = 0 if case.window is None else max(0, first_query - case.window + 1)
+    taken = {}
+    for position in range(first, context):
+        page, slot = divmod(position, case.page_size)
+        if page not in taken:
+            taken[page] = free.pop()
+            table_row[page % len(table_row)] = taken[page]
+        caches[0][taken[page], slot] = keys[position]
+        caches[1][taken[page], slot] = values[position]
 
 
 def poisoned_caches(case, blocks, value_dim, device):

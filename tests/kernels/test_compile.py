@@ -1,7 +1,7 @@
 """The attention kernels, compiled ahead of time for hardware that is not here.
 
-No row spills registers or loads keys in less than 16 bytes, wide tiles multiply on the matrix units of
-their architecture, and as many programs fit a processor as the number of parts of a decode counts on.
+No row spills registers or loads keys in less than 16 bytes, wide tiles multiply on the matrix units
+of their architecture, and as many programs fit a processor as the parts of a decode count on.
 """
 
 import json
@@ -52,10 +52,12 @@ def every_row(*architectures):
 
 def check_cuda(row):
     assert row["spills"] == 0, row
-    half = row["fields"].get("dtype") != "float32"
+    fields = row["fields"]
+    half = fields.get("dtype") != "float32"
     if row["kind"] != "merge":
         assert row["LDGSTS"] == row["LDGSTS.128"] > 0, row
-    if row["kind"] == "decode" and half:
+    # many query heads a key-value head make a tile of more rows: fewer fit, and need not
+    if row["kind"] == "decode" and half and fields.get("kv_heads") != 1:
         programs = RESIDENCY[row["arch"]]
         assert row["registers"] * row["threads"] * programs <= REGISTERS, row
         assert (row["shared"] + 1024) * programs <= SHARED[row["arch"]], row

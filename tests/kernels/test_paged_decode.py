@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from tcb.kernels import paged_decode
+from tcb.kernels.attention_contract import softmax_factors, start
+from tcb.kernels.paged_decode import plan_launches
+from tcb.kernels.tuning import DeviceFacts
 from tests.kernels.oracle import Case, assert_close, build, spread
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -115,12 +118,30 @@ def test_no_sequence(device):
     assert attend(replace(problem, **none), SMALL).shape == (0, 4, 16)
 
 
-def test_lengths_are_read_at_run_time(device):
-    # a captured launch is replayed with other lengths in the same tensors
-    problem = build(SMALL, device)
-    shorter = replace(problem, context_len=torch.tensor([7, 40, 0], dtype=torch.int32))
-    shorter = replace(shorter, context_len=shorter.context_len.to(device))
-    assert not attend(shorter, SMALL)[2].any()
+def test_parts_cover_what_the_window_leaves(device):
+    # tiles of 32 keys: the window leaves four
+    case = decode(320, window=128, num_splits=4, heads=2, kv_heads=1)
+    problem = build(case, device)
+    launches = plan_launches(
+        DeviceFacts("interpreter", 4),
+        problem.query,
+        problem.key_cache,
+        problem.value_cache,
+        problem.block_table,
+        problem.context_len,
+        None,
+        torch.empty_like(problem.query),
+        case.window,
+        False,
+        case.num_splits,
+        softmax_factors(None, None, case.dim),
+    )
+    parts = next(launches)
+    part_sum = parts.arguments[9].fill_(0.0)
+    start([parts], problem.query)
+    # each part has its share of the keys, and so a sum of weights
+    assert part_sum.shape == (2, 4)
+    assert (part_sum > 0).all()
 
 
 def test_same_call_gives_the_same_bits(device):

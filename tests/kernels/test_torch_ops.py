@@ -43,7 +43,7 @@ SHAPES = [
     {"page_size": 256},
     {"packed": True},
     {"dtype": HALF},
-    {"dtype": BRAIN, "packed": True, "value_dim": 8},
+    {"dtype": BRAIN, "packed": True},
 ]
 OPTIONS = [
     {"window": 1},
@@ -208,6 +208,20 @@ def test_one_sequence_full_of_nan_leaves_the_others():
     for out in (broken, after):
         assert torch.equal(out[[0, 2, 3]], right[[0, 2, 3]])
     assert after.isfinite().all()
+
+
+def test_one_sequence_may_fill_the_cache():
+    # one list with its extra columns is longer than the cache has keys
+    case = Case(((32, 1),), heads=2, kv_heads=1, sinks=0.5)
+    problem = build(case, CPU)
+    blocks = problem.block_table[0].long()
+    full = replace(
+        problem,
+        key_cache=problem.key_cache[blocks[:2]],
+        value_cache=problem.value_cache[blocks[:2]],
+        block_table=torch.tensor([[0, 1, -1]], dtype=torch.int32),
+    )
+    assert_close(attend(full, case), problem)
 
 
 def test_a_short_table_reads_nothing_outside_the_cache():

@@ -1,0 +1,108 @@
+"""Seeded bugs in the attention kernels, each of which the value tests must catch.
+
+A mutant is a copy of the package with one line changed, tested in a process of its own.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TILE, CHUNKS, DECODE = "attention_tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
+# name: (file, what stands there, what stands there in the mutant)
+MUTANTS = {
+    "values of dead rows are read": (
+        TILE,
+        "values = load_rows(value_row, live, VALUE_DIM, VALUE_BLOCK, MASKED)",
+        "values = load_rows(value_row, live | True, VALUE_DIM, VALUE_BLOCK, MASKED)",
+    ),
+    "window one too wide": (
+        TILE,
+        "> position[:, None] - window",
+        ">= position[:, None] - window",
+    ),
+    "window one too narrow": (
+        TILE,
+        "> position[:, None] - window",
+        "> position[:, None] - window + 1",
+    ),
+    "diagonal hidden": (
+        TILE,
+        "key_position[None, :] <= position[:, None]",
+        "key_position[None, :] < position[:, None]",
+    ),
+    "ring without wrap": (TILE, "column = page % columns if RING", "column = page if RING"),
+    "a row that has seen nothing": (
+        TILE,
+        'tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max',
+        "new_max",
+    ),
+    "block offset in 32 bits": (TILE, "next_block.to(tl.int64)", "next_block"),
+    "chunk starts one late": (TILE, "key_position < context_len", "key_position <= context_len"),
+    "old sum not scaled": (TILE, "row_sum * decay + tl.sum(", "row_sum + tl.sum("),
+    "full zone one tile too far": (
+        CHUNKS,
+        "edge_tile = tl.maximum((first_position + 1) // BLOCK_N, first_tile)",
+        "edge_tile = tl.maximum((first_position + 1) // BLOCK_N + 1, first_tile)",
+    ),
+    "full zone begins inside the window's edge": (
+        CHUNKS,
+        "full_tile = tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N)",
+        "full_tile = tl.maximum(last_position - window + 1, 0) // BLOCK_N",
+    ),
+    "token offset in 32 bits": (
+        CHUNKS,
+        "token = (query_start + row // GROUP).to(tl.int64)",
+        "token = query_start + row // GROUP",
+    ),
+    "last tile of a sequence lost": (CHUNKS, "if first_row >= rows", "if first_row + 32 > rows"),
+    "sink of the first head for all": (
+        CHUNKS,
+        "tl.load(sinks_ptr + query_head)",
+        "tl.load(sinks_ptr + query_head * 0)",
+    ),
+    "sink in every part": (
+        DECODE,
+        "    if parts == 1:\n        if HAS_SINKS:",
+        "    if HAS_SINKS:\n"
+        "        total, row_sum = add_sink(total, row_max, row_sum, row_max * 0)\n"
+        "    if parts == 1:\n        if HAS_SINKS:",
+    ),
+    "sink lost in the merge": (DECODE, "row_sum += tl.exp2(sink - top)", "row_sum += 0.0"),
+    "last part lost": (DECODE, "if part >= parts:", "if part + (parts > 1) >= parts:"),
+    "parts overlap": (
+        DECODE,
+        "end_tile = tl.minimum(first_tile + tiles_per_part, end_tile)",
+        "end_tile = tl.minimum(first_tile + tiles_per_part + 1, end_tile)",
+    ),
+    "empty sequence not written": (
+        DECODE,
+        "parts = tl.maximum(tl.cdiv(tiles, tiles_per_part), 1)",
+        "parts = tl.cdiv(tiles, tiles_per_part)",
+    ),
+}
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_bug_is_caught(name, tmp_path):
+    file, sound, broken = MUTANTS[name]
+    for folder in ("tcb", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "tcb/kernels" / file
+    source = path.read_text()
+    assert source.count(sound) == 1, f"{file} has {source.count(sound)} lines {sound!r}"
+    path.write_text(source.replace(sound, broken))
+    tests = {CHUNKS: ["attention"], DECODE: ["decode"]}.get(file, ["attention", "decode"])
+    tests = [f"tests/kernels/test_paged_{name}.py" for name in tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "values or beyond", *tests]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    # reads outside the pool can end the process: a catch too. A kernel that does not run is none.
+    caught = result.returncode < 0 or "AssertionError: error" in result.stdout
+    assert caught or "not finite" in result.stdout, result.stdout[-2000:]
