@@ -11,6 +11,8 @@ from tcb.planning.request import WorkloadHints
 
 # block ids, positions and context lengths are int32 on the device
 MAX_INT32 = 2**31 - 1
+# the host keeps a few words for every block: of tiny blocks, more than these are not asked for
+MOST_BLOCKS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,11 @@ def pool_bytes(facts: Facts, page_size: int, num_blocks: int, size: BatchSize) -
 
 
 def fitting_blocks(facts: Facts, page_size: int, size: BatchSize, budget: int) -> int:
-    """The most blocks that fit in `budget` bytes beside a batch, tables included; 0 if none do."""
+    """The most blocks, up to `MOST_BLOCKS`, that fit in `budget` bytes beside a batch and their
+    tables; 0 if none do.
+    """
     left = budget - batch_bytes(facts, size)
-    most = min(max(0, left) // block_bytes(facts, page_size), MAX_INT32)
+    most = min(max(0, left) // block_bytes(facts, page_size), MOST_BLOCKS)
     return _last(most, lambda n: pool_bytes(facts, page_size, n, size) <= left)
 
 

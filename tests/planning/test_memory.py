@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tcb.planning.groups import Layer, group_layers
 from tcb.planning.memory import (
     MAX_INT32,
+    MOST_BLOCKS,
     BatchSize,
     Facts,
     batch_bytes,
@@ -151,3 +152,8 @@ def test_fitting_blocks_fit_and_one_more_does_not(groups, budget, page_size, max
     if num_blocks:
         assert batch + pool_bytes(facts, page_size, num_blocks, SIZE) <= budget
     assert batch + pool_bytes(facts, page_size, num_blocks + 1, SIZE) > budget
+
+
+def test_a_pool_of_tiny_blocks_ends_where_the_host_would_have_too_many():
+    facts = replace(FACTS, free_memory=2**50)
+    assert fitting_blocks(facts, 4, SIZE, 2**50) == MOST_BLOCKS
