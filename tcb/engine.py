@@ -102,6 +102,7 @@ class Engine:
             self._launch(plan)
         if self._flying and (len(self._flying) > self.limits.depth or plan.is_empty):
             return self._land()
+        assert self._flying or not self.has_work, f"nothing can be planned: {self.state.waiting}"
         return NOTHING
 
     def drain(self) -> list[Landed]:
@@ -126,8 +127,8 @@ class Engine:
             self._twin = self._runner.twin = twin(self.model)
         if probe(self.model, self._twin) != self.layers:
             raise RuntimeError(
-                f"{type(self.model).__name__} changed its layers, dtype or device while its cache was "
-                "in use; stop the manager and start another"
+                f"{type(self.model).__name__} changed its layers, dtype or device while its cache "
+                "was in use; stop the manager and start another"
             )
         apply_new_weights(self.state)
         self._weights = fingerprint(self.model)

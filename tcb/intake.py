@@ -145,7 +145,7 @@ class Intake:
     def _make(self, engine, name, tokens, ordinal, wish):
         """The request of a prompt, and its forks behind it."""
         options = wish.options
-        prompt = check_prompt(tokens, engine.layers.vocab_size)
+        prompt = check_prompt(tokens, engine.layers.num_embeddings)
         new_tokens = wish.max_new_tokens or options.new_tokens_for(len(prompt))
         engine.check(len(prompt), new_tokens)
         eos = options.eos if wish.eos is None else wish.eos

@@ -97,3 +97,11 @@ def softmax_factors(scale: float | None, softcap: float | None, dim: int) -> Fac
 def block_width(width: int) -> int:
     """The power of two, at least 16 as matrix units want it, that holds a head of this size."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def shared_alignment(*tensors: torch.Tensor) -> int:
+    """Elements in 16 bytes, the widest load, if all tensors begin and step on 16 bytes; else 1."""
+    size = tensors[0].element_size()
+    steps = (step * size for tensor in tensors for step in tensor.stride()[:-1])
+    starts = (tensor.data_ptr() for tensor in tensors)
+    return 1 if any(number % 16 for number in (*starts, *steps)) else 16 // size

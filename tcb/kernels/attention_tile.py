@@ -77,10 +77,12 @@ def attend_tiles(
 
     Keys at positions below context_len come from the pages; with HAS_CHUNK the key of a later
     position j is key_shift + j * STRIDE_KEY_TOKEN elements behind key_cache_ptr, and its value
-    likewise: offsets of one pointer, as AMD's compiler cannot choose between pointers. MASKED hides what a
-    row must not see, and loads nothing outside [first_key, end_key), the positions that some row
-    sees; without it every row must see every key of the tiles. Strides along the rows of a tile are
-    constants: as arguments they cost the wide tiles of sm_90 about 20 registers a thread.
+    likewise: offsets of one pointer, as AMD's compiler cannot choose between pointers.
+
+    MASKED hides what a row must not see, and loads nothing outside [first_key, end_key), the
+    positions that some row sees; without it every row must see every key of the tiles. Strides
+    along the rows of a tile are constants: as arguments they cost a wide tile of sm_90 about 20
+    registers a thread.
     """
     DIM_BLOCK: tl.constexpr = query.shape[1]
     VALUE_BLOCK: tl.constexpr = total.shape[1]

@@ -11,6 +11,7 @@ from tcb.kernels.attention_contract import (
     Launch,
     block_width,
     check_attention,
+    shared_alignment,
     softmax_factors,
     start,
 )
@@ -141,6 +142,7 @@ def plan_launches(
         "STRIDE_KEY_TOKEN": key.stride(0),
         "STRIDE_VALUE_TOKEN": value.stride(0),
         "PAGE_SIZE": key_cache.shape[1],
+        "ALIGN": shared_alignment(key, value, key_cache, value_cache),
         "HAS_WINDOW": window is not None,
         "HAS_SOFTCAP": has_softcap,
         "HAS_SINKS": sinks is not None,

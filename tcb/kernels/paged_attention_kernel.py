@@ -31,6 +31,14 @@ def find_sequence(tile, query_start_ptr, num_sequences, GROUP: tl.constexpr, BLO
     return sequence, tile - (before * GROUP // BLOCK_M + sequence)
 
 
+@triton.jit
+def distance(there_ptr, here_ptr, ALIGN: tl.constexpr):
+    """Elements from here_ptr to there_ptr, a multiple of ALIGN."""
+    BITS: tl.constexpr = here_ptr.dtype.element_ty.primitive_bitwidth
+    elements = (there_ptr.to(tl.int64) - here_ptr.to(tl.int64)) // (BITS // 8)
+    return tl.multiple_of(elements, ALIGN)
+
+
 @triton.jit(
     do_not_specialize=["num_sequences", "num_tiles", "columns", "window", "stride_table_sequence"]
 )
@@ -74,6 +82,7 @@ def paged_attention_kernel(
     STRIDE_KEY_TOKEN: tl.constexpr,
     STRIDE_VALUE_TOKEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_ROWS: tl.constexpr,
@@ -122,12 +131,14 @@ def paged_attention_kernel(
     end_key = last_position + 1
     first_tile = first_key // BLOCK_N
     end_tile = tl.cdiv(end_key, BLOCK_N)
-    # the rows of the chunk's own keys and values, counted from position 0 of the sequence
+    # where the chunk's own keys and values would have the row of position 0 of the sequence
     chunk_origin = (query_start - context_len).to(tl.int64)
-    key_ptr += chunk_origin * STRIDE_KEY_TOKEN + head * stride_key_head
-    value_ptr += chunk_origin * STRIDE_VALUE_TOKEN + head * stride_value_head
     key_cache_ptr += head * stride_key_cache_head
     value_cache_ptr += head * stride_value_cache_head
+    key_ptr += chunk_origin * STRIDE_KEY_TOKEN + head * stride_key_head
+    value_ptr += chunk_origin * STRIDE_VALUE_TOKEN + head * stride_value_head
+    key_shift = distance(key_ptr, key_cache_ptr, ALIGN)
+    value_shift = distance(value_ptr, value_cache_ptr, ALIGN)
     table_ptr = block_table_ptr + sequence.to(tl.int64) * stride_table_sequence
 
     total = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
@@ -166,8 +177,8 @@ def paged_attention_kernel(
                 columns,
                 stride_key_cache_block,
                 stride_value_cache_block,
-                key_ptr,
-                value_ptr,
+                key_shift,
+                value_shift,
                 DIM=DIM,
                 VALUE_DIM=VALUE_DIM,
                 STRIDE_KEY_CACHE_SLOT=STRIDE_KEY_CACHE_SLOT,
@@ -182,6 +193,12 @@ def paged_attention_kernel(
                 MASKED=zone != 1,
                 UPCAST=UPCAST,
             )
+    # rows and heads anew, from a value that the compiler cannot know: kept for the epilogue they
+    # would hold up to 57 registers a thread through the loops (sm_80, head size 256)
+    row += tl.load(query_start_ptr + sequence, volatile=True) - query_start
+    inside = row < rows
+    token = (query_start + row // GROUP).to(tl.int64)
+    query_head = head * GROUP + row % GROUP
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
         total, row_sum = add_sink(total, row_max * factor, row_sum, sink)

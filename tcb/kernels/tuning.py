@@ -73,9 +73,19 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(16, 64, 4, 3)),
         (256, Tile(16, 32, 4, 3)),
     ),
+    ("sm_100", "wide"): (
+        (64, _wide(128, 64, 8, 3)),
+        (128, _wide(128, 64, 8, 3)),
+        (256, _wide(64, 32, 8, 3)),
+    ),
+    ("sm_100", "narrow"): (
+        (64, Tile(16, 128, 4, 3)),
+        (128, Tile(16, 64, 4, 3)),
+        (256, Tile(16, 32, 4, 3)),
+    ),
     ("gfx9", "wide"): (
-        (128, _wide(128, 64, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16)),
-        (256, _wide(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16)),
+        (128, _wide(128, 32, 8, 2, matrix_instr_nonkdim=16)),
+        (256, _wide(64, 32, 8, 2, matrix_instr_nonkdim=16)),
     ),
     ("gfx9", "narrow"): ((128, Tile(16, 64, 2, 2)), (256, Tile(16, 32, 2, 2))),
     # small enough for whatever else Triton compiles for
@@ -87,10 +97,10 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
 }
 # products of fp32 run on the plain units: their instructions are what costs, and their code size
 _FP32_TILES = {
-    "wide": ((64, Tile(32, 32, 4, 2)), (128, Tile(16, 32, 4, 2)), (256, Tile(16, 16, 4, 2))),
+    "wide": ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 2)), (256, Tile(16, 16, 4, 2))),
     "narrow": ((128, Tile(16, 32, 8, 2)), (256, Tile(16, 16, 4, 2))),
 }
-_CUDA_CLASSES = {80: "sm_80", 87: "sm_80", 90: "sm_90", 100: "sm_90", 103: "sm_90"}
+_CUDA_CLASSES = {80: "sm_80", 87: "sm_80", 90: "sm_90", 100: "sm_100", 103: "sm_100"}
 
 
 def choose_tile(name: str, kind: str, element_size: int, dim: int, group: int) -> Tile:

@@ -70,7 +70,7 @@ class FakeEngine:
 
     def __init__(self, model, options, config, hints=None):
         self.model, self.options, self.config, self.hints = model, options, config, hints
-        self.layers = SimpleNamespace(vocab_size=VOCAB, device=torch.device("cpu"))
+        self.layers = SimpleNamespace(num_embeddings=VOCAB, device=torch.device("cpu"))
         page_size = LIMITS.page_size if config.page_size == 256 else config.page_size
         share = config.allow_block_sharing
         self.limits = replace(LIMITS, share_prefixes=share, page_size=page_size)

@@ -1,4 +1,6 @@
-"""What every engine test compares with: `model.generate` on one prompt alone, and an engine run to its end."""
+"""What every engine test compares with: `model.generate` on one prompt alone, and an engine run to
+its end.
+"""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -15,7 +17,9 @@ from tcb.planning.request import Request
 LENGTHS = (5, 23, 40, 12, 1, 64, 33)
 
 
-def prompts_of(lengths: Iterable[int] = LENGTHS, *, seed: int = 0, vocab: int = 200) -> list[list[int]]:
+def prompts_of(
+    lengths: Iterable[int] = LENGTHS, *, seed: int = 0, vocab: int = 200
+) -> list[list[int]]:
     """Random prompts of these lengths."""
     draw = random.Random(seed)
     return [[draw.randrange(2, vocab) for _ in range(length)] for length in lengths]
@@ -37,7 +41,9 @@ def new_engine(model: PreTrainedModel, **settings) -> Engine:
 
 
 def run(engine: Engine, *, most_steps: int = 5000) -> dict[str, list[int]]:
-    """Step until nothing is left; the generated tokens by request id. Fails on errors and on leaks."""
+    """Step until nothing is left; the generated tokens by request id. Fails on errors and on
+    leaks.
+    """
     tokens = {}
     for _ in range(most_steps):
         if not engine.has_work:

@@ -223,6 +223,8 @@ def test_the_caller_gets_everything_back_as_it_was(tiny, prompts, expected):
 def test_under_any_mode_of_the_caller(tiny, prompts, expected, mode):
     with mode():
         assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected
+    engine = tiny._cached_continuous_batching_manager._keeper.engine
+    assert engine.layers.dtype == torch.float32
     assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected
     with mode():
         assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected

@@ -174,6 +174,14 @@ def test_of_two_who_wait_for_one_output_both_get_an_end(router):
     assert [result is None for result in results].count(True) == 1
 
 
+def test_who_waits_for_an_output_that_goes_elsewhere_gets_an_end(router):
+    router.open([request("a")], queue.SimpleQueue())
+    waits = in_thread(router.take, "a")
+    sleep(0.02)
+    router.deliver(output("a", ended=True))
+    assert waits() is None
+
+
 def test_close_ends_everything(router):
     collector = queue.SimpleQueue()
     router.open([request("a"), request("b")])

@@ -1,4 +1,6 @@
-"""The engine on tiny models of many families: tokens equal `model.generate`, whatever the batching."""
+"""The engine on tiny models of many families: tokens equal `model.generate`, whatever the
+batching.
+"""
 
 import pytest
 import torch

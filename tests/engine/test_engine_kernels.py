@@ -10,7 +10,8 @@ from tests.engine.reference import alone, new_engine, prompts_of, run, serve
 
 NEW_TOKENS = 6
 PAGE_SIZE = 8
-# full, sliding, hybrid, soft-capped hybrid, hybrid with sinks, latent attention (values narrower than keys)
+# full, sliding, hybrid, soft-capped hybrid, hybrid with sinks, latent attention (values narrower
+# than keys)
 KINDS = ["llama", "mistral", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"]
 
 

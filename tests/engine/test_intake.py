@@ -176,7 +176,16 @@ def test_seeds_differ_by_request_and_fork_and_come_again(new):
         return {(request.prompt, request.id): request.sampling.seed for request in entries}
 
     sampling = {"do_sample": True, "num_return_sequences": 2}
-    first, second = seeds(new(sampling, seed=1)), seeds(new(sampling, seed=1))
+    manager = new(sampling, seed=1)
+    first, second = seeds(manager), seeds(new(sampling, seed=1))
     assert first == second and len(set(first.values())) == 6
+    more = seeds(manager)
+    assert not {*first.values()} & {*more.values()}
+    manager.start()
+    manager.stop()
+    manager.background_thread_status.clear()
+    manager.output_router.expect_outputs()
+    again = seeds(manager)
+    assert sorted(again.values()) == sorted(first.values())
     assert not {*first.values()} & {*seeds(new(sampling, seed=2)).values()}
     assert not {*seeds(new(sampling)).values()} & {*seeds(new(sampling)).values()}

@@ -54,6 +54,22 @@ def test_cancelling_before_start(new):
     assert is_done(manager.get_result(kept, timeout=SOON), [2])
 
 
+def test_cancelling_what_still_waits_for_room_in_the_queue(new, engines):
+    manager = new(max_queue_size=1)
+    manager.start()
+    engines[-1].go.clear()
+    manager.add_request([1])
+    assert engines[-1].entered.wait(SOON)
+    manager.add_request([2])
+    added = in_thread(manager.add_request, [3], request_id="late", max_new_tokens=90)
+    until(lambda: manager.output_router.is_live("late"))
+    manager.cancel_request("late")
+    engines[-1].pace = 0.01
+    engines[-1].go.set()
+    assert added() == "late"
+    assert is_failed(manager.get_result("late"), "cancelled")
+
+
 def test_cancelling_a_parent_and_a_fork(held, engines):
     held.num_return_sequences = 2
     first, second = held.add_request([1] * 9), held.add_request([2] * 9)
@@ -109,6 +125,7 @@ def test_pause_with_several_holders(manager):
     name = manager.add_request([1])
     for event, wait in zip(leave, waits, strict=True):
         assert manager.get_result(name, timeout=0.02) is None
+        assert manager.current_batch == 0
         event.set()
         assert wait() is True
     assert is_done(manager.get_result(name, timeout=SOON), [1])
@@ -125,7 +142,7 @@ def test_stop_inside_a_pause_raises_and_from_outside_waits(manager):
     name = manager.add_request([1])
     with manager.pause():
         with pytest.raises(RuntimeError, match="pause"):
-            manager.stop()
+            manager.stop(timeout=1)
         stopped = in_thread(manager.stop)
         sleep(0.02)
         assert manager.is_running()

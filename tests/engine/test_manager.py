@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from tcb.manager import ContinuousBatchingManager
 from tcb.planning.config import ContinuousBatchingConfig
-from tcb.planning.request import RequestStatus
+from tcb.planning.request import Request, RequestStatus
 from tests.engine.fake_engine import tokens_after
 from tests.engine.waiting import SOON, in_thread, is_done, is_failed, until
 
@@ -140,6 +140,15 @@ def test_after_stop_requests_are_refused_until_start(manager, engines):
     manager.start()
     assert is_done(manager.get_result(manager.add_request([1])), [1])
     assert len(engines) == 2 and engines[0].closed and not engines[1].closed
+
+
+def test_what_came_too_late_for_one_session_is_no_part_of_the_next(manager):
+    manager.stop()
+    manager.input_queue.put([Request("stale", (1, 2), 3)])
+    manager.start()
+    assert is_done(manager.get_result(manager.add_request([1])), [1])
+    manager.stop()
+    assert manager.output_router.output_queue.empty()
 
 
 def test_kept_for_the_next_session(manager, engines, tiny):

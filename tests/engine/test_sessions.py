@@ -78,7 +78,14 @@ def test_a_persistent_manager_honours_what_a_later_call_wants(tiny, prompts, exp
     assert tokens(again) == expected
     assert manager._keeper.engine is not engine
     assert manager.continuous_batching_config.page_size == 16
-    with_history = generate(tiny, prompts, repetition_penalty=5.0, persistent_manager=True)
+    assert not manager._keeper.engine.options.needs_history
+    with_history = generate(
+        tiny,
+        prompts,
+        repetition_penalty=5.0,
+        continuous_batching_config=other,
+        persistent_manager=True,
+    )
     for prompt, got in zip(prompts, tokens(with_history), strict=True):
         ids = torch.tensor([prompt])
         row = tiny.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=5.0)

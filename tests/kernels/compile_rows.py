@@ -20,7 +20,7 @@ from triton.runtime import driver
 from tcb.kernels.attention_contract import softmax_factors
 from tcb.kernels.tuning import DeviceFacts
 
-DEVICE_CLASS = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_90", "gfx942": "gfx9"}
+DEVICE_CLASS = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "gfx9"}
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True}
 # kind and fields of a launch; each row of the tuning table at the largest head size it serves, and

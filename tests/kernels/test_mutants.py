@@ -17,8 +17,8 @@ TILE, CHUNKS, DECODE = "attention_tile.py", "paged_attention_kernel.py", "paged_
 MUTANTS = {
     "values of dead rows are read": (
         TILE,
-        "values = load_rows(value_row, live, VALUE_DIM, VALUE_BLOCK, MASKED)",
-        "values = load_rows(value_row, live | True, VALUE_DIM, VALUE_BLOCK, MASKED)",
+        "value_offset, live, VALUE_DIM",
+        "value_offset, live | (lane >= 0), VALUE_DIM",
     ),
     "window one too wide": (
         TILE,

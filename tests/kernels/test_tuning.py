@@ -4,7 +4,7 @@ import pytest
 
 from tcb.kernels.tuning import DECODE_RESIDENCY, MAX_SPLITS, choose_splits, choose_tile
 
-DEVICES = ("sm_80", "sm_90", "gfx9", "other", "interpreter", "not heard of")
+DEVICES = ("sm_80", "sm_90", "sm_100", "gfx9", "other", "interpreter", "not heard of")
 POWERS = {16, 32, 64, 128}
 
 
