@@ -4,7 +4,6 @@ It does not know threads or engines; it reads what the user hands in, and asks a
 """
 
 import logging
-import queue
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache, partial
@@ -20,6 +19,7 @@ from tcb.arguments import (
     list_of_prompts,
     plain_model,
 )
+from tcb.batch_call import BatchCall
 from tcb.manager import ContinuousBatchingManager
 from tcb.paged_generate import generate_paged
 from tcb.planning.request import GenerationOutput, WorkloadHints
@@ -64,8 +64,15 @@ def generate_batch(
         manager = init_continuous_batching(model, config, continuous_batching_config, hints)
     elif continuous_batching_config is not None:
         manager.adapt(manager.generation_config, continuous_batching_config)
-    with _session(model, manager, persistent_manager, warmup):
-        outputs = _collect(manager, prompts, config, record_timestamps, progress_bar)
+    call = BatchCall(manager, prompts, config, record_timestamps, progress_bar)
+    if manager.is_running() or manager.continuous_batching_config.max_queue_size:
+        with _session(model, manager, persistent_manager, warmup):
+            outputs = call.wait()
+    else:
+        try:
+            outputs = call.serve(keep=persistent_manager)
+        finally:
+            _let_go(model, manager)
     failed = [output for output in outputs.values() if output.error is not None]
     if failed:
         count, first = f"{len(failed)} of {len(outputs)}", failed[0]
@@ -180,50 +187,13 @@ def _session(
         with manager.sessions.enter(manager, block, timeout, keep, warmup):
             yield
     finally:
-        if not manager.has_engine and getattr(model, _CACHED, None) is manager:
-            delattr(model, _CACHED)
+        _let_go(model, manager)
 
 
-def _collect(
-    manager: ContinuousBatchingManager,
-    prompts: list[Any],
-    generation_config: Any,
-    record_timestamps: bool,
-    progress_bar: bool,
-) -> dict[str, GenerationOutput]:
-    """Submit the prompts, wait for all of them, and put the outputs in order."""
-    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
-    outputs: dict[str, GenerationOutput] = {}
-    families = manager.collect(prompts, generation_config, record_timestamps, arrived)
-    names = [name for family in families for name in family]
-    try:
-        with _progress(len(names), progress_bar) as count:
-            while len(outputs) < len(names):
-                output = arrived.get()
-                outputs[output.request_id] = output
-                count()
-    except BaseException:
-        # in a manager that goes on, nobody else would end them
-        for name in names:
-            manager.cancel_request(name)
-        raise
-    return {name: outputs[name] for name in names}
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Generator[Callable[[], object]]:
-    """A bar that counts requests, and what moves it on; none where the log is at DEBUG."""
-    if not shown or logger.getEffectiveLevel() <= logging.DEBUG:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
-    with (
-        logging_redirect_tqdm([logger]),
-        tqdm(total=total, desc=f"Solving {total} requests", unit="request") as bar,
-    ):
-        yield bar.update
+def _let_go(model: nn.Module, manager: ContinuousBatchingManager) -> None:
+    """Leave a manager on the model only while it has an engine."""
+    if not manager.has_engine and getattr(model, _CACHED, None) is manager:
+        delattr(model, _CACHED)
 
 
 @cache

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter
+from typing import Protocol
 
 from tcb.planning.request import GenerationOutput, Request, RequestStatus
 from tcb.planning.state import Sequence
@@ -151,6 +152,12 @@ class OutputQueue:
         return number
 
 
+class Collector(Protocol):
+    """Where the last outputs of one call go: a queue, or whatever takes them as they come."""
+
+    def put(self, output: GenerationOutput) -> None: ...
+
+
 class OutputRouter:
     """Knows which requests are live and who waits for what; each live one gets one last output.
 
@@ -162,12 +169,12 @@ class OutputRouter:
         self._changed = threading.Condition(threading.RLock())
         self.output_queue = OutputQueue(self._changed)
         self.result_handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
-        self._collectors: dict[str, queue.SimpleQueue] = {}
+        self._collectors: dict[str, Collector] = {}
         self._live: dict[str, Request] = {}
         self._closed: str | None = None
         self._fed = False
 
-    def open(self, requests: Iterable[Request], collector: queue.SimpleQueue | None = None) -> None:
+    def open(self, requests: Iterable[Request], collector: Collector | None = None) -> None:
         """Note that these requests are live from now on, all of them or none.
 
         Raises ValueError if the id of one is that of a live request, RuntimeError after `close`.

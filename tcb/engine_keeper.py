@@ -39,7 +39,7 @@ class EngineKeeper:
         """The engine, built now if there is none. Raises what its constructor raises."""
         with self._lock:
             if self.engine is None:
-                with _plain_mode(self.model.device):
+                with plain_mode(self.model.device):
                     self.engine = Engine(
                         self.model, options, self.settings, self.hints or WorkloadHints()
                     )
@@ -107,7 +107,7 @@ def _resolved(settings, engine):
 
 
 @contextmanager
-def _plain_mode(device):
+def plain_mode(device):
     """What the background thread runs in, whatever the caller's thread is set to."""
     with (
         torch.inference_mode(False),

@@ -11,7 +11,7 @@ from operator import index
 from time import monotonic, perf_counter
 from typing import Any
 
-from tcb.delivery import OutputRouter, failed_output
+from tcb.delivery import Collector, OutputRouter, failed_output
 from tcb.device.sampling import Options, draw_base_seed, request_seed
 from tcb.engine import Engine
 from tcb.loop import Inbox
@@ -115,7 +115,7 @@ class Intake:
         engine: Engine,
         inputs: Iterable[Any],
         wish: Wish,
-        collector: queue.SimpleQueue | None = None,
+        collector: Collector | None = None,
         timeout: float | None = None,
     ) -> list[str]:
         """Submit many prompts and return their ids, in the order of `inputs`.
@@ -169,7 +169,7 @@ class Intake:
     def _submit(
         self,
         requests: Sequence[Request],
-        collector: queue.SimpleQueue | None,
+        collector: Collector | None,
         timeout: float | None,
     ) -> None:
         self._router.open(requests, collector)

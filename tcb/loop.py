@@ -14,6 +14,7 @@ import torch
 
 from tcb.delivery import OutputRouter, StreamedOutput, to_output
 from tcb.engine import Engine
+from tcb.engine_keeper import plain_mode
 from tcb.planning.request import Request
 from tcb.planning.state import Landed
 from tcb.planning.state import Sequence as EngineSequence
@@ -73,14 +74,33 @@ class Loop:
         self._on_end = on_end
         # between batches somebody else may write the weights only while this is true
         self._idle = True
+        self._has_ended = False
+        router.expect_outputs()
         self.thread = threading.Thread(target=self._run, name="continuous-batching", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, in a thread of its own or of the caller."""
+        return self.thread.is_alive() and not self._has_ended
 
     def start(self) -> None:
         """Start the thread; requests left in the inbox before are taken in first."""
-        self._router.expect_outputs()
         # a thread that dies inside torch when the process ends takes the process down with SIGABRT
         atexit.register(self._end_with_process)
         self.thread.start()
+
+    def run_here(self) -> None:
+        """Serve what is in the inbox in the calling thread, and return when all of it has ended.
+
+        A second thread costs: on a CPU each has its own pool of workers, which then crowd out each
+        other. An interrupt of the user is raised again once every request has its end.
+        """
+        self.thread = threading.current_thread()
+        self._status.request_stop(self._status.FLUSH_AND_STOP)
+        self._run()
+        error = self._status.fatal_error
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def _end_with_process(self) -> None:
         self._status.request_stop(self._status.HARD_STOP)
@@ -90,7 +110,8 @@ class Loop:
     def _run(self) -> None:
         reason = NEVER_STARTED
         try:
-            with _device_scope(self._engine.layers.device), torch.no_grad():
+            device = self._engine.layers.device
+            with _device_scope(device), plain_mode(device):
                 self._serve()
         except BaseException as error:
             logger.exception("the continuous batching loop died")
@@ -191,6 +212,7 @@ class Loop:
             self._inbox.clear()
             atexit.unregister(self._end_with_process)
             del self._engine
+            self._has_ended = True
 
 
 def _take_all(source):

@@ -6,7 +6,6 @@ output goes (`delivery`).
 
 import asyncio
 import logging
-import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tcb.delivery import OutputRouter
+from tcb.delivery import Collector, OutputRouter
 from tcb.device.sampling import read_options
 from tcb.engine import Engine
 from tcb.engine_keeper import EngineKeeper, read_settings
@@ -85,7 +84,7 @@ class ContinuousBatchingManager:
 
     @property
     def continuous_batching_config(self) -> ContinuousBatchingConfig:
-        """A copy of the configuration, with the sizes that the engine has."""
+        """A copy of it, with the sizes that the engine has."""
         return self._keeper.resolved
 
     @property
@@ -124,7 +123,7 @@ class ContinuousBatchingManager:
 
     def is_running(self) -> bool:
         """Whether the background thread is alive."""
-        return self._loop is not None and self._loop.thread.is_alive()
+        return self._loop is not None and self._loop.is_alive
 
     @property
     def has_engine(self) -> bool:
@@ -144,17 +143,28 @@ class ContinuousBatchingManager:
                     logger.warning("the manager is running already")
                     return
                 self._loop.thread.join()
-            engine = self._engine()
-            self.batch_processor = ProcessorView(engine)
-            self.background_thread_status.clear()
-            self._loop = Loop(
-                engine,
-                self._inbox,
-                self.output_router,
-                self.background_thread_status,
-                self._on_loop_end,
-            )
-            self._loop.start()
+            self._new_loop().start()
+
+    def serve_here(
+        self,
+        inputs: Iterable[Any],
+        generation_config: Any,
+        record_timestamps: bool,
+        collector: Collector,
+        keep_for_next_session: bool = False,
+    ) -> list[list[str]]:
+        """`start`, `collect` and `stop` in the calling thread; the queue must be without bound."""
+        with self._control:
+            assert not self.is_running() and not self._inbox.requests.maxsize
+            loop = self._new_loop()
+            loop.keep_engine = keep_for_next_session
+            try:
+                ids = self.collect(inputs, generation_config, record_timestamps, collector)
+                if keep_for_next_session:
+                    self.model._cached_continuous_batching_manager = self
+            finally:
+                loop.run_here()
+            return ids
 
     def stop(
         self,
@@ -295,13 +305,12 @@ class ContinuousBatchingManager:
         inputs: Iterable[Any],
         generation_config: Any,
         record_timestamps: bool,
-        collector: queue.SimpleQueue,
+        collector: Collector,
     ) -> list[list[str]]:
         """Submit many prompts under a generation config of their own; returns, for each, the ids of
         its outputs: the forks, then itself.
 
-        Last outputs go to `collector`, where nobody else takes them. Waits for room in the queue as
-        long as the loop runs.
+        Last outputs go to `collector` only. Waits for room in the queue as long as the loop runs.
         """
         options = read_options(self.model, generation_config)
         if not self._keeper.serves(options, self._keeper.settings):
@@ -355,6 +364,13 @@ class ContinuousBatchingManager:
     def __reduce__(self):
         # a copied or stored model has no manager
         return type(None), ()
+
+    def _new_loop(self) -> Loop:
+        engine, status = self._engine(), self.background_thread_status
+        self.batch_processor = ProcessorView(engine)
+        status.clear()
+        self._loop = Loop(engine, self._inbox, self.output_router, status, self._on_loop_end)
+        return self._loop
 
     def _engine(self) -> Engine:
         return self._keeper.ensure(self._intake.options)

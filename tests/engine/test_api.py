@@ -285,3 +285,33 @@ def test_hints():
     hints = hints_of([[1], [1, 2, 3], None], config, for_more=False)
     assert hints == tcb.WorkloadHints(3, 9, 6)
     assert hints_of([[1]], GenerationConfig(), for_more=True) == tcb.WorkloadHints(1, 0, 0)
+
+
+def test_a_call_of_its_own_runs_in_the_callers_thread(tiny, prompts, expected, monkeypatch):
+    from tcb.engine import Engine
+
+    seen = set()
+    step = Engine.step
+
+    def watched(engine):
+        seen.add(threading.current_thread())
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    assert tokens(generate(tiny, prompts)) == expected
+    assert seen == {threading.current_thread()}
+
+
+def test_an_interrupt_reaches_the_caller_and_the_next_call_works(
+    tiny, prompts, expected, monkeypatch
+):
+    from tcb.engine import Engine
+
+    def interrupted(engine):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(tiny, prompts, persistent_manager=True)
+    assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected
