@@ -56,8 +56,12 @@ MUTANTS = {
     ),
     "token offset in 32 bits": (
         CHUNKS,
-        "token = (query_start + row // GROUP).to(tl.int64)",
-        "token = query_start + row // GROUP",
+        "    token = (query_start + row // GROUP).to(tl.int64)\n"
+        "    query_head = head * GROUP + row % GROUP\n"
+        "    query_row",
+        "    token = query_start + row // GROUP\n"
+        "    query_head = head * GROUP + row % GROUP\n"
+        "    query_row",
     ),
     "last tile of a sequence lost": (CHUNKS, "if first_row >= rows", "if first_row + 32 > rows"),
     "sink of the first head for all": (
