@@ -154,7 +154,7 @@ def main() -> None:
     expected = references(model, arguments.model, prompts, NEW_TOKENS, _say_progress)
     rows = []
     settings = every_setting() if arguments.full else pairwise_settings()
-    for setting in list(settings)[: arguments.rows]:
+    for setting in (s for i, s in enumerate(settings) if i in (arguments.rows or (i,))):
         rows.append(run(model, prompts, expected, setting))
         print(
             f"{rows[-1]['equal']}/{len(prompts)} equal, {rows[-1]['seconds']:7.1f} s, "
@@ -198,7 +198,7 @@ def _parse() -> argparse.Namespace:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("--pairwise", action="store_true", help="eight rows (the default)")
     rows.add_argument("--full", action="store_true", help="every combination")
-    parser.add_argument("--rows", type=int, help="only so many of the rows, the first")
+    parser.add_argument("--rows", type=int, nargs="+", help="only these rows, counted from 0")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--name", help="name of the JSON file, without its ending")
