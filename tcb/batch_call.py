@@ -72,15 +72,12 @@ class BatchCall:
         from tqdm import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        total = len(self.prompts) * (getattr(self.generation_config, _COPIES, None) or 1)
+        total = len(self.prompts) * (self.generation_config.num_return_sequences or 1)
         with (
             logging_redirect_tqdm([logger]),
             tqdm(total=total, desc=f"Solving {total} requests", unit="request") as bar,
         ):
             yield bar.update
-
-
-_COPIES = "num_return_sequences"
 
 
 class _Arrivals:
