@@ -9,6 +9,7 @@ from time import perf_counter
 
 from torch import nn
 
+from tcb.device.cpu_linear import use_onednn
 from tcb.device.facts import read_facts
 from tcb.device.model_probe import ModelLayers, probe
 from tcb.device.model_twin import is_current, twin
@@ -52,7 +53,7 @@ class Engine:
         hints: WorkloadHints | None = None,
     ):
         self.model, self.options = model, options
-        self._twin = twin(model)
+        self._twin = _new_twin(model)
         self.layers: ModelLayers = probe(model, self._twin)
         groups = group_layers(self.layers.layers)
         facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
@@ -124,7 +125,7 @@ class Engine:
         if not moved and not changed(self._weights, self.model):
             return False
         if moved:
-            self._twin = self._runner.twin = twin(self.model)
+            self._twin = self._runner.twin = _new_twin(self.model)
         if probe(self.model, self._twin) != self.layers:
             raise RuntimeError(
                 f"{type(self.model).__name__} changed its layers, dtype or device while its cache "
@@ -172,3 +173,9 @@ class Engine:
             for place, sequence in enumerate(sequences)
             if sequence.request.processors is not None
         }
+
+
+def _new_twin(model: nn.Module) -> nn.Module:
+    clone = twin(model)
+    use_onednn(clone)
+    return clone
