@@ -15,7 +15,7 @@ from tcb.delivery import Collector, OutputRouter, failed_output
 from tcb.device.sampling import Options, draw_base_seed, request_seed
 from tcb.engine import Engine
 from tcb.loop import Inbox
-from tcb.planning.request import Request, check_prompt
+from tcb.planning.request import Request, check_prompt, end_tokens
 
 # seconds between two looks at whether the loop that makes room is still there
 _LOOK_AGAIN = 0.5
@@ -85,7 +85,7 @@ class Intake:
         eos, most = options.pop("eos_token_id", None), options.pop("max_new_tokens", None)
         return Wish(
             options=self.options.override(**options) if options else self.options,
-            eos=None if eos is None else _token_ids(eos),
+            eos=None if eos is None else end_tokens(eos),
             max_new_tokens=None if most is None else _positive("max_new_tokens", most),
             num_outputs=self.num_return_sequences,
             streaming=bool(streaming),
@@ -236,18 +236,6 @@ def _positive(field, value):
     if number is None or number < 1:
         raise ValueError(f"{field} is {value!r}; accepted: integers >= 1")
     return number
-
-
-def _token_ids(value):
-    """The ids of an `eos_token_id`: one, or several; negative ones match no token."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    try:
-        ids = [index(token) for token in (plain if isinstance(plain, Iterable) else [plain])]
-    except TypeError:
-        raise ValueError(
-            f"eos_token_id is {value!r}; accepted: an integer, a list of integers, None"
-        ) from None
-    return frozenset(token for token in ids if token >= 0)
 
 
 def _readable(tokens):

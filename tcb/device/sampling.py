@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
 
-from tcb.planning.request import Sampling
+from tcb.planning.request import Sampling, end_tokens
 
 _NATIVE = (
     logits_process.TemperatureLogitsWarper,
@@ -291,7 +291,7 @@ def _options(model: PreTrainedModel, config: GenerationConfig, seed: int | None)
         if value is not None and not (_is_integer(value) and value > 0):
             raise ValueError(f"{name} is {value!r}; accepted: integers > 0")
     sampling = _sampling_fields(config) if config.do_sample else Sampling()
-    eos = _token_ids(config.eos_token_id)
+    eos = end_tokens(config.eos_token_id)
     processors = _processors(model, config, (0,), 1, eos, torch.device("cpu"))
     return Options(
         do_sample=bool(config.do_sample),
@@ -324,18 +324,6 @@ def _sampling_fields(config: GenerationConfig) -> Sampling:
         top_p=min(top_p, 1.0) if _is_number(top_p) else top_p,
         min_p=0.0 if config.min_p is None else config.min_p,
     )
-
-
-def _token_ids(ids: Any) -> frozenset[int]:
-    """The ids of an `eos_token_id`: an integer, a list, a tensor, or None; negative ones match no
-    token."""
-    if ids is None:
-        return frozenset()
-    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-    ids = [ids] if _is_integer(ids) else ids
-    if not isinstance(ids, Iterable) or not all(map(_is_integer, ids := list(ids))):
-        raise ValueError(f"eos_token_id is {ids!r}; accepted: an integer, a list of integers, None")
-    return frozenset(int(token) for token in ids if token >= 0)
 
 
 def _processors(

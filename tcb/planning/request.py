@@ -138,7 +138,9 @@ def check_prompt(tokens: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         raise ValueError("prompt is empty; accepted: at least one token id")
     # the set of types is a third of the price of a look at every element
     if set(map(type, prompt)) != {int}:
-        prompt = tuple(_plain_integer(token, place) for place, token in enumerate(prompt))
+        prompt = tuple(
+            _plain_integer(f"prompt[{place}]", token) for place, token in enumerate(prompt)
+        )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         place = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
         raise ValueError(
@@ -147,8 +149,20 @@ def check_prompt(tokens: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     return prompt
 
 
-def _plain_integer(token, place):
-    """The integer that an element of a prompt stands for; `item` opens scalars of arrays."""
+def end_tokens(value: Any) -> frozenset[int]:
+    """The ids that an `eos_token_id` names: an integer, several of them, an array or tensor, None.
+
+    Negative ids match no token and are left out. Raises ValueError for anything else.
+    """
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    plain = [] if plain is None else plain
+    several = isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping)
+    ids = [_plain_integer("eos_token_id", token) for token in (plain if several else [plain])]
+    return frozenset(token for token in ids if token >= 0)
+
+
+def _plain_integer(name, token):
+    """The integer that a token id stands for; `item` opens scalars of arrays."""
     try:
         plain = token.item() if hasattr(token, "item") else token
         if isinstance(plain, bool):
@@ -156,7 +170,7 @@ def _plain_integer(token, place):
         return index(plain)
     except (TypeError, ValueError, RuntimeError):
         shown = f"{token!r} of type {type(token).__name__}"
-        raise ValueError(f"prompt[{place}] is {shown:.200}; accepted: integers") from None
+        raise ValueError(f"{name} is {shown:.200}; accepted: integers") from None
 
 
 def _is_integer(value):

@@ -15,6 +15,7 @@ from tcb.planning.request import (
     Sampling,
     WorkloadHints,
     check_prompt,
+    end_tokens,
 )
 
 VOCAB = 10
@@ -176,3 +177,27 @@ def test_failed_is_finished_too(status):
 
 def test_hints_are_unknown_by_default():
     assert dataclasses.astuple(WorkloadHints()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"),
+    [
+        (None, set()),
+        (3, {3}),
+        ([3, 4, 3], {3, 4}),
+        ((), set()),
+        ([-1, 5], {5}),
+        (-1, set()),
+        (array.array("q", [6, 7]), {6, 7}),
+        (Index(8), {8}),
+        ([Index(8), 2], {2, 8}),
+    ],
+)
+def test_end_tokens(value, ids):
+    assert end_tokens(value) == ids
+
+
+@pytest.mark.parametrize("value", ["x", "12", True, [1, False], 2.0, [None], {"a": 1}, [[1]], b"1"])
+def test_what_names_no_end_token_is_refused(value):
+    with pytest.raises(ValueError, match=r"eos_token_id is .* of type \w+; accepted: integers"):
+        end_tokens(value)
