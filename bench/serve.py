@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,16 @@ def open_model(
 
 
 def best_settings(
-    system: str, model: PreTrainedModel, prompts: Prompts, new_tokens: int
+    system: str,
+    model: PreTrainedModel,
+    prompts: Prompts,
+    new_tokens: int,
+    most: int | None = None,
 ) -> tuple[Settings, dict[str, float]]:
-    """Run each candidate once and return the fastest, and the seconds of all: the warm-up too."""
-    candidates = SYSTEMS[system].candidates(model, prompts, new_tokens)
+    """Run each candidate once, or the first `most`, and return the fastest, and the seconds of all:
+    the warm-up too.
+    """
+    candidates = dict(islice(SYSTEMS[system].candidates(model, prompts, new_tokens).items(), most))
     SYSTEMS[system].run(model, prompts[:2], 2, next(iter(candidates.values())))
     seconds = {}
     for name, settings in candidates.items():
