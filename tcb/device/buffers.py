@@ -102,28 +102,19 @@ class Buffers:
             packed.rows,
             packed.sample_index,
             packed.sample_row,
-            *packed.edits,
+            packed.edit,
+            packed.edit_start,
+            packed.edit_page,
         ]
-        ids, positions, start, context, rows, index, sample_row, *edits = upload(parts, self.device)
+        tensors = upload(parts, self.device)
+        ids, positions, start, context, rows, index, sample_row, *edits = tensors
         token_rows = torch.repeat_interleave(rows, start.diff(), output_size=packed.num_tokens)
         token_ids = torch.where(ids < 0, self.last_token[token_rows], ids)
-        slots, tables = [], []
-        for table, edit, window in zip(self._tables, edits, self._windows, strict=True):
-            # a full group never wraps, so the columns beyond the longest sequence are left out
-            num_columns = min(pages, table.shape[1]) if window is None else table.shape[1]
-            slot = torch.empty(packed.num_tokens, dtype=torch.int64, device=self.device)
-            slot, block_table = page_tables(
-                table,
-                edit.view(-1, 3),
-                rows,
-                start,
-                context,
-                self.page_size,
-                num_columns=num_columns,
-                slot=slot,
-            )
-            slots.append(slot)
-            tables.append(block_table)
+        shape = len(self._tables), packed.num_tokens
+        slot = torch.empty(shape, dtype=torch.int64, device=self.device)
+        slot, block_tables = page_tables(
+            self._tables, *edits, rows, start, context, self.page_size, num_pages=pages, slot=slot
+        )
         return BatchTensors(
             token_ids=token_ids,
             positions=positions.long(),
@@ -133,8 +124,8 @@ class Buffers:
             sample_row=sample_row.long(),
             decode_end=context[: packed.num_decodes] + 1,
             chunk_start=start[packed.num_decodes :] - packed.num_decodes,
-            slot=tuple(slots),
-            block_table=tuple(tables),
+            slot=slot.unbind(),
+            block_table=block_tables,
             num_decodes=packed.num_decodes,
         )
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tcb.kernels.checks import expect, expect_rank
+from tcb.kernels.checks import expect, expect_count, expect_rank
 
 LOG2_E = math.log2(math.e)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,6 +58,7 @@ def check_attention(
     """Check what prefill and decode have in common."""
     expect_rank("query", query, 3, "[tokens, heads, dim]")
     expect_rank("key_cache", key_cache, 4, "[blocks, page_size, kv_heads, dim]")
+    expect_rank("context_len", context_len, 1, "[sequences]")
     tokens, heads, dim = query.shape
     blocks, page_size, kv_heads, _ = key_cache.shape
     device, dtype = query.device, query.dtype
@@ -78,6 +79,12 @@ def check_attention(
         raise ValueError(f"key_cache: expected a page size of at least 1, got {page_size}")
     if block_table.shape[1] < 1:
         raise ValueError("block_table: expected at least one column, got 0")
+    expect_count("query", "elements a head", dim)
+    expect_count("value_cache", "elements a head", value_cache.shape[3])
+    expect_count("query", "heads", heads)
+    expect_count("query", "tokens times heads", tokens * heads, least=0)
+    positions = block_table.shape[1] * page_size
+    expect_count("block_table", "positions (columns times page_size)", positions)
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or at least 1, got {window}")
 

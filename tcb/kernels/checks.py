@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# what kernels count in 32 bits, less some tiles that they look ahead
+MAX_COUNT = 2**31 - 2**12
 
 
 def expect(
@@ -18,10 +21,12 @@ def expect(
     *,
     device: torch.device,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    contiguous: bool = False,
 ) -> None:
     """Raise ValueError unless `tensor` has this shape, dtype and device and a dense last axis.
 
-    A shape may hold None for any extent; dtype None is any, a tuple is one of several.
+    A shape may hold None for any extent; dtype None is any, a tuple is one of several. If
+    `contiguous`, all axes are dense.
     """
     actual = tensor.shape
     if actual != shape and not _fits(actual, shape):
@@ -35,12 +40,23 @@ def expect(
         raise ValueError(
             f"{name}: expected a dense last axis (stride 1), got stride {tensor.stride(-1)}"
         )
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
 def expect_rank(name: str, tensor: torch.Tensor, rank: int, axes: str) -> None:
     """Raise ValueError unless `tensor` has `rank` axes; `axes` is how the error writes them."""
     if tensor.dim() != rank:
         raise ValueError(f"{name}: expected shape {axes}, got {list(tensor.shape)}")
+
+
+def expect_count(name: str, what: str, count: int, least: int = 1, most: int = MAX_COUNT) -> None:
+    """Raise ValueError unless `least` <= `count` <= `most`; `what` says what of `name` it counts.
+
+    The default bound is that of a kernel that counts in 32 bits.
+    """
+    if not least <= count <= most:
+        raise ValueError(f"{name}: expected {least} to {most} {what}, got {count}")
 
 
 def check_write_kv(
@@ -56,8 +72,10 @@ def check_write_kv(
     tokens, heads, dim = key.shape
     blocks, page_size, _, value_dim = value_cache.shape
     device, dtype = key.device, key_cache.dtype
-    expect("key", key, key.shape, device=device)
+    expect("key", key, key.shape, device=device, dtype=FLOAT_DTYPES)
     expect("value", value, (tokens, heads, value_dim), device=device, dtype=key.dtype)
+    if not dtype.is_floating_point:
+        raise ValueError(f"key_cache: expected a floating dtype, got {dtype}")
     expect("key_cache", key_cache, (blocks, page_size, heads, dim), device=device)
     expect(
         "value_cache",
@@ -67,32 +85,42 @@ def check_write_kv(
         dtype=dtype,
     )
     expect("slot", slot, (tokens,), device=device, dtype=torch.int64)
+    expect_count("value_cache", "slots a block (page_size)", page_size)
+    expect_count("key", "kv_heads", heads)
+    expect_count("key", "tokens times kv_heads", tokens * heads, least=0)
+    expect_count("key", "elements a head", dim)
+    expect_count("value_cache", "elements a head", value_dim)
 
 
 def check_page_tables(
-    table: torch.Tensor,
+    tables: Sequence[torch.Tensor],
     edit: torch.Tensor,
+    edit_start: torch.Tensor,
+    edit_page: torch.Tensor,
     row: torch.Tensor,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
     page_size: int,
-    num_columns: int | None,
+    num_pages: int | None,
 ) -> None:
     """What `page_tables` takes."""
-    expect_rank("table", table, 2, "[rows, columns]")
     expect_rank("row", row, 1, "[sequences]")
-    device, sequences = table.device, row.shape[0]
-    expect("table", table, table.shape, device=device, dtype=torch.int32)
-    expect("edit", edit, (None, 3), device=device, dtype=torch.int32)
+    device, sequences, int32 = row.device, row.shape[0], torch.int32
+    for g, table in enumerate(tables):
+        expect(f"tables[{g}]", table, (None, None), device=device, dtype=int32, contiguous=True)
+        if table.shape[1] < 1:
+            raise ValueError(f"tables[{g}]: expected at least one column, got {list(table.shape)}")
+    entries = len(tables) * sequences
+    expect("edit", edit, (None,), device=device, dtype=int32)
+    expect("edit_start", edit_start, (entries + 1,), device=device, dtype=int32)
+    expect("edit_page", edit_page, (entries,), device=device, dtype=int32)
     expect("row", row, (sequences,), device=device, dtype=INDEX_DTYPES)
-    expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
-    expect("context_len", context_len, (sequences,), device=device, dtype=torch.int32)
+    expect("query_start", query_start, (sequences + 1,), device=device, dtype=int32)
+    expect("context_len", context_len, (sequences,), device=device, dtype=int32)
     if page_size < 1:
         raise ValueError(f"page_size: expected at least 1, got {page_size}")
-    if num_columns is not None and not 1 <= num_columns <= table.shape[1]:
-        raise ValueError(
-            f"num_columns: expected 1..{table.shape[1]} (the columns of table), got {num_columns}"
-        )
+    if num_pages is not None and num_pages < 1:
+        raise ValueError(f"num_pages: expected None or at least 1, got {num_pages}")
 
 
 def check_move_blocks(

@@ -83,7 +83,8 @@ def plan_launches(
     return [Launch(write_kv_kernel, tokens * head_blocks, arguments, constants)]
 
 
-@triton.jit
+# slots are a part of a larger tensor, so their alignment is that of chance
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
 def write_kv_kernel(
     key_ptr,
     value_ptr,

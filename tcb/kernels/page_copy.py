@@ -83,7 +83,7 @@ def plan_launches(
     ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_block_ptr", "target_block_ptr"])
 def move_blocks_kernel(
     source_ptr,
     source_block_ptr,

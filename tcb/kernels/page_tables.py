@@ -1,14 +1,18 @@
-"""Edit a layer group's block tables and find every new token's slot, on the device.
+"""Edit the block tables of all layer groups and find every new token's slot: one launch.
 
-    table[row, column] = block                                             for every edit, then
-    position = context_len[i] + index in the chunk                         for every new token
-    slot     = table[row[i], position // page_size % columns] * page_size + position % page_size
-    block_table[i] = table[row[i]]
+    position = context_len[i] + index in the chunk                             for every new token
+    column   = page % columns                                   where a group keeps a logical page
+    tables[g][row[i], column] = the block of each new page
+    slot[g]  = tables[g][row[i], column] * page_size + position % page_size,  page = position's page
+    block_tables[g][i] = tables[g][row[i]]
 
 A row is a ring over its columns, so a sliding group whose next page falls on its oldest recycles it
-with no edit. Two launches: all edits are in place before an entry is read. It knows neither windows
-nor who owns a block.
+with no edit. A sequence's new pages follow one another, so whether a column is edited, and to which
+block, is arithmetic: no program reads an entry that this launch writes, and none has to wait. It
+knows neither windows nor who owns a block.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -25,151 +29,229 @@ _BLOCK_COLUMNS = 128
 
 
 def page_tables(
-    table: torch.Tensor,
+    tables: Sequence[torch.Tensor],
     edit: torch.Tensor,
+    edit_start: torch.Tensor,
+    edit_page: torch.Tensor,
     row: torch.Tensor,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
     page_size: int,
     *,
-    num_columns: int | None = None,
+    num_pages: int | None = None,
     slot: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the edits into `table`; return every new token's slot and the batch's block table.
+    block_tables: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Write the edits into `tables`; return every new token's slots and the batch's block tables.
 
-    table        [rows, columns] int32, written; -1 where there is no block
-    edit         [edits, 3] int32, (row, column, block); no entry twice, a negative row is padding
-    row          [sequences] int32 or int64, a row of `table`; a negative one is padding
+    tables       a group: [rows, columns] int32, contiguous, written; -1 where there is no block
+    edit         [edits] int32, the blocks of new pages
+    edit_start   [groups * sequences + 1] int32: entry k, for sequence i of group g at
+                 k = g * sequences + i, has the blocks edit[edit_start[k] : edit_start[k + 1]]
+    edit_page    [groups * sequences] int32, the logical page of the first of them; the others are
+                 the pages behind it, at most as many as the group has columns
+    row          [sequences] int32 or int64, a row of the tables, none twice; a negative one is
+                 padding and has no edits
     query_start  [sequences + 1] int32         context_len  [sequences] int32
-    num_columns  columns of the result, all by default; fewer only where no page wraps
+    num_pages    more than every page of the batch: no result needs more columns
 
-    slot         [tokens] int64, block * page_size + position % page_size; -1 without a block
-    block_table  [sequences, num_columns] int32
+    slot          [groups, tokens] int64, block * page_size + position % page_size; -1 without a
+                  block
+    block_tables  a group: [sequences, columns, or num_pages if that is less] int32; contiguous
+                  where given
 
-    `slot` and `block_table` are written in place where given; a `slot` longer than the batch ends
-    in -1. Without `slot` the host waits for the number of tokens, the last of `query_start`.
+    `slot` and `block_tables` are written in place where given; `edit` and `slot` may be longer than
+    the batch: the surplus is not read, or ends in -1. Without `slot` the host waits for the number
+    of tokens, the last of `query_start`.
     Raises ValueError on a tensor whose shape, dtype, device or stride does not fit.
     """
-    check_page_tables(table, edit, row, query_start, context_len, page_size, num_columns)
-    device, sequences = table.device, row.shape[0]
-    if num_columns is None:
-        num_columns = table.shape[1]
+    tensors = edit, edit_start, edit_page, row, query_start, context_len
+    check_page_tables(tables, *tensors, page_size, num_pages)
+    device, sequences = row.device, row.shape[0]
+    widths = [min(table.shape[1], num_pages or table.shape[1]) for table in tables]
+    if slot is not None:
+        expect("slot", slot, (len(tables), None), device=device, dtype=torch.int64)
+    if block_tables is not None:
+        _check_block_tables(block_tables, sequences, widths, device)
+    if not use_triton(row):
+        return torch_ops.page_tables(
+            tables, *tensors, page_size, num_pages=num_pages, slot=slot, block_tables=block_tables
+        )
     if slot is None:
-        slot = torch.empty(int(query_start[-1]), dtype=torch.int64, device=device)
-    if block_table is None:
-        block_table = torch.empty((sequences, num_columns), dtype=torch.int32, device=device)
-    expect("slot", slot, (None,), device=device, dtype=torch.int64)
-    shape = (sequences, num_columns)
-    expect("block_table", block_table, shape, device=device, dtype=torch.int32)
-    tensors = table, edit, row, query_start, context_len
-    if use_triton(table):
-        start(plan_launches(*tensors, slot, block_table, page_size), table)
-    else:
-        torch_ops.page_tables(*tensors, page_size, slot=slot, block_table=block_table)
-    return slot, block_table
+        shape = len(tables), int(query_start[-1])
+        slot = torch.empty(shape, dtype=torch.int64, device=device)
+    if block_tables is None:
+        block_tables = [
+            torch.empty((sequences, width), dtype=torch.int32, device=device) for width in widths
+        ]
+    results = slot, tuple(block_tables)
+    start(plan_launches(tuple(tables), *tensors, page_size, num_pages, *results), row)
+    return results
 
 
 def plan_launches(
-    table: torch.Tensor,
+    tables: tuple[torch.Tensor, ...],
     edit: torch.Tensor,
+    edit_start: torch.Tensor,
+    edit_page: torch.Tensor,
     row: torch.Tensor,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
-    slot: torch.Tensor,
-    block_table: torch.Tensor,
     page_size: int,
+    num_pages: int | None,
+    slot: torch.Tensor,
+    block_tables: tuple[torch.Tensor, ...],
 ) -> list[Launch]:
-    """The edits, if any; then one program a sequence and one for the slots of no token."""
-    launches = []
-    num_edits, (sequences, num_columns) = edit.shape[0], block_table.shape
-    if num_edits:
-        programs = triton.cdiv(num_edits, _BLOCK_EDITS)
-        arguments = table, edit, num_edits, table.stride(0), edit.stride(0)
-        launches.append(
-            Launch(edit_table_kernel, programs, arguments, {"BLOCK_EDITS": _BLOCK_EDITS})
-        )
+    """A group: one program a sequence, and one for the slots of no token."""
+    columns = tuple(table.shape[1] for table in tables)
     arguments = (
-        table,
+        tables,
+        block_tables,
+        columns,
+        edit,
+        edit_start,
+        edit_page,
         row,
         query_start,
         context_len,
         slot,
-        block_table,
-        sequences,
-        slot.shape[0],
-        table.shape[1],
-        num_columns,
-        table.stride(0),
-        block_table.stride(0),
+        row.shape[0],
+        slot.shape[1],
+        num_pages or max(columns, default=0),
+        slot.stride(0),
     )
     constants = {
+        "GROUPS": len(tables),
         "PAGE_SIZE": page_size,
+        "BLOCK_EDITS": _BLOCK_EDITS,
         "BLOCK_TOKENS": _BLOCK_TOKENS,
         "BLOCK_COLUMNS": _BLOCK_COLUMNS,
     }
-    return [*launches, Launch(find_slots_kernel, sequences + 1, arguments, constants)]
+    programs = len(tables) * (row.shape[0] + 1)
+    return [Launch(page_tables_kernel, programs, arguments, constants)] if programs else []
 
 
-@triton.jit
-def edit_table_kernel(
-    table_ptr, edit_ptr, num_edits, stride_table_row, stride_edit, BLOCK_EDITS: tl.constexpr
-):
-    """Program i writes the edits from i * BLOCK_EDITS on."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK_EDITS + tl.arange(0, BLOCK_EDITS)
-    live = index < num_edits
-    row = tl.load(edit_ptr + index * stride_edit, mask=live, other=-1).to(tl.int64)
-    column = tl.load(edit_ptr + index * stride_edit + 1, mask=live, other=0).to(tl.int64)
-    block = tl.load(edit_ptr + index * stride_edit + 2, mask=live, other=0)
-    tl.store(table_ptr + row * stride_table_row + column, block, mask=live & (row >= 0))
+def _check_block_tables(block_tables, sequences, widths, device):
+    if len(block_tables) != len(widths):
+        raise ValueError(f"block_tables: expected {len(widths)} tensors, got {len(block_tables)}")
+    for g, (block_table, width) in enumerate(zip(block_tables, widths, strict=True)):
+        name, shape = f"block_tables[{g}]", (sequences, width)
+        expect(name, block_table, shape, device=device, dtype=torch.int32, contiguous=True)
 
 
-@triton.jit
-def find_slots_kernel(
-    table_ptr,
+# the small tensors are parts of one upload, so their alignment is that of chance
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_slots", "num_pages", "stride_slot_group"],
+    do_not_specialize_on_alignment=[
+        "edit_ptr",
+        "edit_start_ptr",
+        "edit_page_ptr",
+        "row_ptr",
+        "query_start_ptr",
+        "context_len_ptr",
+    ],
+)
+def page_tables_kernel(
+    table_ptrs,
+    block_table_ptrs,
+    all_columns,
+    edit_ptr,
+    edit_start_ptr,
+    edit_page_ptr,
     row_ptr,
     query_start_ptr,
     context_len_ptr,
     slot_ptr,
-    block_table_ptr,
     num_sequences,
     num_slots,
-    table_columns,
-    num_columns,
-    stride_table_row,
-    stride_block_table_row,
+    num_pages,
+    stride_slot_group,
+    GROUPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    BLOCK_EDITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Program i serves sequence i; the one behind the last writes -1 from the last token on."""
-    sequence = tl.program_id(0).to(tl.int64)
-    first = tl.load(query_start_ptr + sequence).to(tl.int64)
-    end = first * 0 + num_slots
-    row = first * 0 - 1
-    context = first * 0
-    if sequence < num_sequences:
-        end = tl.load(query_start_ptr + sequence + 1).to(tl.int64)
-        row = tl.load(row_ptr + sequence).to(tl.int64)
-        context = tl.load(context_len_ptr + sequence).to(tl.int64)
-        start_column = 0
-        while start_column < num_columns:
-            column = start_column + tl.arange(0, BLOCK_COLUMNS)
-            live = column < num_columns
-            # a negative row reads nothing; the sum makes a block of the scalar comparison
-            known = live & (column * 0 + row >= 0)
-            entry = tl.load(table_ptr + row * stride_table_row + column, mask=known, other=-1)
-            tl.store(block_table_ptr + sequence * stride_block_table_row + column, entry, mask=live)
-            start_column += BLOCK_COLUMNS
-    start = first
-    while start < end:
+    """Program g * (sequences + 1) + i serves sequence i in group g; the one behind the last writes
+    -1 from the last token on.
+    """
+    group = tl.program_id(0) // (num_sequences + 1)
+    sequence = tl.program_id(0) % (num_sequences + 1)
+    columns = choose(all_columns, group, GROUPS)
+    table_ptr = choose(table_ptrs, group, GROUPS)
+    slot_ptr += group.to(tl.int64) * stride_slot_group
+    first = tl.load(query_start_ptr + sequence)
+    if sequence == num_sequences:
+        no_slot = tl.full([BLOCK_TOKENS], -1, tl.int64)
+        start = first
+        while start < num_slots:
+            token = start + tl.arange(0, BLOCK_TOKENS)
+            tl.store(slot_ptr + token, no_slot, mask=token < num_slots)
+            start += BLOCK_TOKENS
+        return
+
+    row = tl.load(row_ptr + sequence).to(tl.int64)
+    is_live = row >= 0
+    table_ptr += row * columns
+    entry = group * num_sequences + sequence
+    first_edit = tl.load(edit_start_ptr + entry)
+    num_edits = tl.load(edit_start_ptr + entry + 1) - first_edit
+    num_edits = tl.where(is_live, num_edits, 0)
+    edit_ptr += first_edit
+    edit_column = tl.load(edit_page_ptr + entry) % columns
+
+    start = 0
+    while start < num_edits:
+        index = start + tl.arange(0, BLOCK_EDITS)
+        live = index < num_edits
+        block = tl.load(edit_ptr + index, mask=live)
+        tl.store(table_ptr + (edit_column + index) % columns, block, mask=live)
+        start += BLOCK_EDITS
+
+    width = tl.minimum(columns, num_pages)
+    block_table_ptr = choose(block_table_ptrs, group, GROUPS) + sequence.to(tl.int64) * width
+    start = 0
+    while start < width:
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        live = column < width
+        block = edited_entry(
+            table_ptr, column, live & is_live, columns, edit_ptr, edit_column, num_edits
+        )
+        tl.store(block_table_ptr + column, block, mask=live)
+        start += BLOCK_COLUMNS
+
+    num_tokens = tl.load(query_start_ptr + sequence + 1) - first
+    context = tl.load(context_len_ptr + sequence)
+    slot_ptr += first
+    start = 0
+    while start < num_tokens:
         token = start + tl.arange(0, BLOCK_TOKENS)
-        live = token < end
-        position = context + token - first
-        column = position // PAGE_SIZE % table_columns
-        known = live & (column * 0 + row >= 0)
-        entry = tl.load(table_ptr + row * stride_table_row + column, mask=known, other=-1)
-        block = entry.to(tl.int64)
-        slot = tl.where(block < 0, -1, block * PAGE_SIZE + position % PAGE_SIZE)
-        tl.store(slot_ptr + token, slot, mask=live)
+        live = token < num_tokens
+        position = context + token
+        column = position // PAGE_SIZE % columns
+        block = edited_entry(
+            table_ptr, column, live & is_live, columns, edit_ptr, edit_column, num_edits
+        )
+        slot = block.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        tl.store(slot_ptr + token, tl.where(block < 0, -1, slot), mask=live)
         start += BLOCK_TOKENS
+
+
+@triton.jit
+def choose(values, group, GROUPS: tl.constexpr):
+    """values[group], where `group` is known to the program only."""
+    chosen = values[0]
+    for g in tl.static_range(1, GROUPS):
+        if group == g:
+            chosen = values[g]
+    return chosen
+
+
+@triton.jit
+def edited_entry(table_ptr, column, live, columns, edit_ptr, edit_column, num_edits):
+    """The blocks in these columns of a row after its edits; -1 where not live."""
+    index = (column - edit_column + columns) % columns
+    is_new = index < num_edits
+    kept = tl.load(table_ptr + column, mask=live & (index >= num_edits), other=-1)
+    new = tl.load(edit_ptr + index, mask=live & is_new, other=-1)
+    return tl.where(is_new, new, kept)

@@ -4,6 +4,7 @@ Names, tensors and results are those of the Triton launchers, which check the te
 It knows neither devices nor models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,39 +63,43 @@ def write_kv(
 
 
 def page_tables(
-    table: torch.Tensor,
+    tables: Sequence[torch.Tensor],
     edit: torch.Tensor,
+    edit_start: torch.Tensor,
+    edit_page: torch.Tensor,
     row: torch.Tensor,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
     page_size: int,
     *,
-    num_columns: int | None = None,
+    num_pages: int | None = None,
     slot: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the edits into `table`; return every new token's slot and the batch's block table."""
-    edit = edit[edit[:, 0] >= 0].long()
-    table[edit[:, 0], edit[:, 1]] = edit[:, 2].int()
-
-    # [sequences, columns]: what each sequence sees; a padding row holds no block
-    seen = table[row.clamp(min=0)].masked_fill_((row < 0)[:, None], -1)
-    chunk = query_start.diff()
-    sequence = torch.repeat_interleave(chunk)
-    position = torch.arange(sequence.shape[0]) + (context_len - query_start[:-1])[sequence]
-    block = seen[sequence, position // page_size % table.shape[1]].long()
-    slots = torch.where(block < 0, -1, block * page_size + position % page_size)
-
+    block_tables: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Write the edits into `tables`; return the new tokens' slots and the batch's block tables."""
+    if edit.shape[0]:
+        _edit_tables(tables, edit, edit_start, edit_page, row)
+    rows, is_padding = row.clamp(min=0), (row < 0)[:, None]
+    sequence = torch.repeat_interleave(query_start.diff())
+    tokens = sequence.shape[0]
+    position = torch.arange(tokens) + (context_len - query_start[:-1])[sequence]
+    page, within = position // page_size, position % page_size
     if slot is None:
-        slot = slots
-    else:
-        slot[: slots.shape[0]] = slots
-        slot[slots.shape[0] :] = -1
-    if block_table is None:
-        block_table = seen[:, :num_columns]
-    else:
-        block_table.copy_(seen[:, : block_table.shape[1]])
-    return slot, block_table
+        slot = torch.empty((len(tables), tokens), dtype=torch.int64)
+    elif tokens < slot.shape[1]:
+        slot[:, tokens:] = -1
+    seen = []
+    for g, table in enumerate(tables):
+        # [sequences, columns]: what each sequence sees; a padding row holds no block
+        seen.append(table[rows].masked_fill_(is_padding, -1))
+        block = seen[g][sequence, page % table.shape[1]].long()
+        slot[g, :tokens] = torch.where(block < 0, -1, block * page_size + within)
+        seen[g] = seen[g][:, :num_pages]
+    if block_tables is None:
+        return slot, tuple(seen)
+    for block_table, found in zip(block_tables, seen, strict=True):
+        block_table.copy_(found)
+    return slot, tuple(block_tables)
 
 
 def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -117,6 +122,24 @@ def scatter_blocks(data: torch.Tensor, cache: torch.Tensor, block: torch.Tensor)
     """cache[block[i]] = data[i]."""
     for i, b in enumerate(block.tolist()):
         cache[b].copy_(data[i])
+
+
+def _edit_tables(tables, edit, edit_start, edit_page, row):
+    """Write each entry's blocks into its row, one page after the other."""
+    # hardly any entry has edits: in lists they are found sooner than by half a dozen torch calls
+    rows, pages, starts = row.tolist(), edit_page.tolist(), edit_start.tolist()
+    for g, table in enumerate(tables):
+        columns, own = table.shape[1], slice(g * len(rows), (g + 1) * len(rows))
+        ends = starts[own.start + 1 : own.stop + 1]
+        places = [
+            row * columns + (page + index) % columns
+            for row, page, start, end in zip(rows, pages[own], starts[own], ends, strict=True)
+            if start < end
+            for index in range(end - start)
+        ]
+        if places:
+            blocks = edit[starts[own.start] : starts[own.stop]]
+            table.view(-1).index_copy_(0, torch.tensor(places), blocks)
 
 
 def _find_place(slot: torch.Tensor, page_size: int, steps: tuple[Steps | None, ...]) -> _Place:

@@ -23,7 +23,12 @@ class PackedBatch:
     rows          [sequences]       row of every group's block table
     sample_index  [samples]         tokens whose logits are sampled
     sample_row    [samples]         their rows
-    edits         a group           (row, column, block) triples, flat
+    edit          [edits]           blocks of new pages, group after group, in each group sequence
+                                    after sequence
+    edit_start    [groups * sequences + 1]       entry g * sequences + i, of sequence i in group g,
+                                    owns the blocks edit[edit_start[entry]:edit_start[entry + 1]]
+    edit_page     [groups * sequences]           the logical page of the first of them; the others
+                                    follow
     offload       (block, host slot) pairs       first of all come offload, restore and copies,
     restore       (host slot, block) pairs       in this order
     copies        (source, target) blocks
@@ -38,7 +43,9 @@ class PackedBatch:
     rows: array
     sample_index: array
     sample_row: array
-    edits: tuple[array, ...]
+    edit: array
+    edit_start: array
+    edit_page: array
     offload: Pairs
     restore: Pairs
     copies: Pairs
@@ -61,14 +68,15 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
     """Lay the plan out. Reads only; call it before `apply_plan`."""
     running = state.running
     decodes = [running[key] for key in plan.decodes]
-    # a decoding sequence has one pending token: it is known, or the last one sampled on the device
-    token_ids = [-1 if s.in_flight else s.tokens[-1] for s in decodes]
+    # a decode's pending token is known, or the last one sampled on the device
+    token_ids = [-1 if s.in_flight else (s.generated or s.request.prompt)[-1] for s in decodes]
     positions = [s.computed for s in decodes]
     rows = [s.row for s in decodes]
     context_len = positions.copy()
     query_start = list(range(len(decodes) + 1))
     sample_index = list(range(len(decodes)))
     sample_row = rows.copy()
+    edit, edit_start, edit_page = _pack_edits(len(state.groups), plan)
     num_decodes = len(decodes)
     for chunk in plan.ordered_chunks:
         sequence = state.find(chunk.key)
@@ -89,7 +97,9 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
         rows=array("i", rows),
         sample_index=array("i", sample_index),
         sample_row=array("i", sample_row),
-        edits=tuple(_edits(state, plan, g) for g in range(len(state.groups))),
+        edit=edit,
+        edit_start=edit_start,
+        edit_page=edit_page,
         offload=tuple(p for relief in plan.relief for pairs in relief.offload for p in pairs),
         restore=tuple(pair for chunk in plan.chunks for pair in chunk.restore),
         copies=tuple(pair for chunk in plan.chunks for pair in chunk.copies),
@@ -104,15 +114,21 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
 
 
 def _chunk_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:
-    known = sequence.tokens[chunk.start : chunk.end]
+    known = sequence.known(chunk.start, chunk.end)
     return known if len(known) == chunk.count else [*known, *[-1] * (chunk.count - len(known))]
 
 
-def _edits(state: State, plan: BatchPlan, group: int) -> array:
-    """The table entries of this group that the plan changes."""
-    columns, edits = state.columns[group], array("i")
-    for chunk in plan.chunks:
-        blocks = chunk.shared[group] + chunk.fresh[group]
-        for page, block in enumerate(blocks, chunk.first[group]):
-            edits.extend((chunk.row, page % columns, block))
-    return edits
+def _pack_edits(num_groups: int, plan: BatchPlan) -> tuple[array, array, array]:
+    """`edit`, `edit_start` and `edit_page`: what the plan changes in the block tables."""
+    edit, edit_start, edit_page = array("i"), array("i"), array("i")
+    for group in range(num_groups):
+        # sequences that decode in room they have get no page
+        edit_start.extend([len(edit)] * len(plan.decodes))
+        edit_page.extend([0] * len(plan.decodes))
+        for chunk in plan.ordered_chunks:
+            edit_start.append(len(edit))
+            edit_page.append(chunk.first[group])
+            edit.extend(chunk.shared[group])
+            edit.extend(chunk.fresh[group])
+    edit_start.append(len(edit))
+    return edit, edit_start, edit_page

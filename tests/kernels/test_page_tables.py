@@ -1,6 +1,8 @@
 """`page_tables` against the definition of a ring, entry by entry."""
 
 import random
+import re
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,135 +15,226 @@ def derive(request):
     return request.param
 
 
-def expected(table, edits, rows, chunks, contexts, page_size, num_columns):
-    """Table, slots and block table as lists, by the definition."""
-    table = [list(row) for row in table]
-    for row, column, block in edits:
-        if row >= 0:
-            table[row][column] = block
-    slots, gathered = [], []
-    for row, chunk, context in zip(rows, chunks, contexts, strict=True):
-        blocks = table[row] if row >= 0 else [-1] * len(table[0])
-        gathered.append(blocks[:num_columns])
-        for position in range(context, context + chunk):
-            block = blocks[position // page_size % len(blocks)]
-            slots.append(-1 if block < 0 else block * page_size + position % page_size)
-    return table, slots, gathered
+@dataclass(frozen=True)
+class Problem:
+    """What a batch asks for, as lists.
+
+    tables  a group: rows of blocks          edits  a group: a sequence: (page, blocks)
+    surplus behind the batch: edits, and places in `slot` and for sequences in `query_start`
+    """
+
+    tables: list
+    rows: list
+    chunks: list
+    contexts: list
+    edits: list = field(default_factory=list)
+    page_size: int = 16
+    num_pages: int | None = None
+    surplus: int = 0
 
 
-def check(derive, table, edits, rows, chunks, contexts, page_size, device, **given):
+def expected(problem):
+    """Tables, slots and block tables as lists, by the definition."""
+    tables = [[list(row) for row in table] for table in problem.tables]
+    slots, seen = [], []
+    for g, table in enumerate(tables):
+        columns = len(table[0])
+        for row, (page, blocks) in zip(problem.rows, problem.edits[g], strict=True):
+            for logical, block in enumerate(blocks, page):
+                table[row][logical % columns] = block
+        own = [table[row] if row >= 0 else [-1] * columns for row in problem.rows]
+        seen.append([blocks[: problem.num_pages] for blocks in own])
+        slots.append([])
+        for blocks, chunk, context in zip(own, problem.chunks, problem.contexts, strict=True):
+            for position in range(context, context + chunk):
+                page, within = divmod(position, problem.page_size)
+                block = blocks[page % columns]
+                slots[g].append(-1 if block < 0 else block * problem.page_size + within)
+    return tables, slots, seen
+
+
+def edit_lists(problem):
+    """The edits as `edit`, `edit_start` and `edit_page`."""
+    entries = [entry for group in problem.edits for entry in group]
+    starts = [0]
+    for _, blocks in entries:
+        starts.append(starts[-1] + len(blocks))
+    surplus = [2**31 - 1] * problem.surplus
+    return (
+        [block for _, blocks in entries for block in blocks] + surplus,
+        starts,
+        [page for page, _ in entries],
+    )
+
+
+def check(derive, problem, device, **given):
     """Derive, and compare all that is written and returned."""
-    columns = given.get("num_columns") or len(table[0])
-    wanted = expected(table, edits, rows, chunks, contexts, page_size, columns)
-    table = torch.tensor(table, dtype=torch.int32, device=device)
-    edit = torch.tensor(edits, dtype=torch.int32, device=device).view(-1, 3)
-    row = torch.tensor(rows, dtype=torch.int64, device=device)
-    start = torch.tensor([0, *chunks], device=device).cumsum(0).int()
-    context = torch.tensor(contexts, dtype=torch.int32, device=device)
-    slot, block_table = derive(table, edit, row, start, context, page_size, **given)
-    assert (slot.dtype, block_table.dtype) == (torch.int64, torch.int32)
-    assert table.tolist() == wanted[0]
-    tokens = sum(chunks)
-    assert slot[:tokens].tolist() == wanted[1]
-    assert (slot[tokens:] == -1).all()
-    assert block_table.tolist() == wanted[2]
+    if not problem.edits:
+        nothing = [[(0, [])] * len(problem.rows)] * len(problem.tables)
+        problem = replace(problem, edits=nothing)
+    tables, slots, seen = expected(problem)
+
+    def integers(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    found = [integers(table) for table in problem.tables]
+    tokens = sum(problem.chunks)
+    if problem.surplus and not given:
+        shape = len(found), tokens + problem.surplus
+        given = {"slot": torch.full(shape, 99, device=device)}
+    slot, block_tables = derive(
+        found,
+        *map(integers, edit_lists(problem)),
+        torch.tensor(problem.rows, dtype=torch.int64, device=device),
+        torch.tensor([0, *problem.chunks], device=device).cumsum(0).int(),
+        integers(problem.contexts),
+        problem.page_size,
+        num_pages=problem.num_pages,
+        **given,
+    )
+    assert slot.dtype == torch.int64 and {table.dtype for table in block_tables} == {torch.int32}
+    assert [table.tolist() for table in found] == tables
+    assert slot[:, :tokens].tolist() == slots
+    assert (slot[:, tokens:] == -1).all()
+    assert [table.tolist() for table in block_tables] == seen
 
 
-def random_problem(seed, sequences, columns, longest):
-    """A table with edits, some of them padding; distinct rows; chunks that may wrap."""
+def random_problem(seed, columns, sequences=4, longest=40, page_size=16):
+    """Distinct rows, some of them padding, with edits anywhere on the ring; chunks may wrap."""
     rng = random.Random(seed)
     rows = sequences + 3
-    table = [[rng.randrange(-1, 500) for _ in range(columns)] for _ in range(rows)]
-    places = [(row, column) for row in range(rows) for column in range(columns)]
-    edits = [
-        (*place, rng.randrange(500)) for place in rng.sample(places, rng.randrange(len(places)))
+    tables = [
+        [[rng.randrange(-1, 500) for _ in range(count)] for _ in range(rows)] for count in columns
     ]
-    edits += [(-1, 0, 7)] * rng.randrange(3)
     chosen = rng.sample(range(rows), sequences)
-    chunks = [rng.randrange(longest) for _ in chosen]
-    contexts = [rng.randrange(4 * longest) for _ in chosen]
-    return table, edits, chosen, chunks, contexts
+    if seed % 2:
+        chosen[rng.randrange(sequences)] = -1
+    edits = [
+        [
+            (
+                rng.randrange(3 * count),
+                [rng.randrange(500) for _ in range(rng.randrange(count + 1) * (row >= 0))],
+            )
+            for row in chosen
+        ]
+        for count in columns
+    ]
+    return Problem(
+        tables=tables,
+        rows=chosen,
+        chunks=[rng.randrange(longest) for _ in chosen],
+        contexts=[rng.randrange(4 * longest) for _ in chosen],
+        edits=edits,
+        page_size=page_size,
+        surplus=rng.randrange(3),
+    )
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("page_size", [1, 12, 16, 256])
-def test_random_tables(derive, seed, page_size, device):
-    check(derive, *random_problem(seed, 4, 5, 40), page_size, device)
+@pytest.mark.parametrize("columns", [(5,), (1, 7), (12, 3, 4), (2, 2, 2, 9)])
+@pytest.mark.parametrize("page_size", [1, 12, 256])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_tables(derive, seed, page_size, columns, device):
+    check(derive, random_problem(seed, columns, page_size=page_size), device)
 
 
-def test_many_columns_tokens_and_edits(derive, device):
-    problem = random_problem(1, 2, 300, 1400)
-    assert len(problem[1]) > 300
-    check(derive, *problem, 16, device)
+@pytest.mark.parametrize("columns", [(300,), (290, 700)])
+def test_many_columns_tokens_and_edits(derive, columns, device):
+    problem = random_problem(2, columns, sequences=2, longest=1400)
+    assert sum(problem.chunks) > 600
+    edits = [[(count - 9, [*range(280)]), (3, [*range(7)])] for count in columns]
+    check(derive, replace(problem, edits=edits), device)
 
 
 def test_edits_come_first(derive, device):
     # the page of the new token is given in the same call
-    check(derive, [[-1, -1]], [(0, 1, 9)], [0], [1], [16], 16, device)
+    edits = [[(1, [9])]]
+    check(derive, Problem([[[-1, -1]]], [0], [1], [16], edits), device)
+
+
+def test_every_edit_finds_its_group_and_sequence(derive, device):
+    tables = [[[-1] * 4] * 3, [[-1] * 2] * 3]
+    edits = [[(0, [1]), (0, []), (1, [2, 3])], [(3, [4, 5]), (0, [6]), (5, [])]]
+    check(derive, Problem(tables, [2, 0, 1], [1, 1, 30], [0, 0, 20], edits), device)
+
+
+def test_edits_go_round_the_ring(derive, device):
+    # pages 5, 6, 7 of a ring of three columns: the last column, then the first two
+    check(derive, Problem([[[7, 8, 9]]], [0], [40], [80], [[(5, [1, 2, 3])]]), device)
 
 
 def test_a_ring_reuses_its_oldest_column(derive, device):
     # pages 4 and 5 of a ring of three columns fall on the blocks of pages 1 and 2
-    check(derive, [[7, 8, 9]], [], [0], [20], [64], 16, device)
+    check(derive, Problem([[[7, 8, 9]]], [0], [20], [64]), device)
+
+
+def test_rows_of_no_sequence_stay(derive, device):
+    check(derive, Problem([[[3, 4], [5, 6], [7, 8]]], [1], [2], [3], [[(1, [9])]]), device)
 
 
 def test_a_missing_block_gives_no_slot(derive, device):
-    check(derive, [[3, -1]], [], [0], [10], [12], 16, device)
+    check(derive, Problem([[[3, -1]]], [0], [10], [12]), device)
 
 
 def test_padding_rows_hold_nothing(derive, device):
-    check(derive, [[3, 4], [5, 6]], [], [1, -1, -1], [2, 1, 0], [3, 0, 0], 16, device)
+    check(derive, Problem([[[3, 4], [5, 6]]], [1, -1, -1], [2, 1, 0], [3, 0, 0]), device)
 
 
-@pytest.mark.parametrize("columns", [1, 2])
-def test_fewer_columns(derive, columns, device):
-    table = [[3, 4, -1], [5, -1, -1]]
-    check(derive, table, [], [0, 1], [2, 3], [8, 0], 16, device, num_columns=columns)
+@pytest.mark.parametrize("num_pages", [1, 2, 3])
+def test_no_more_columns_than_pages(derive, num_pages, device):
+    # the second group has fewer columns than pages: it stays a ring
+    tables = [[[3, 4, -1], [5, -1, -1]], [[7, 8], [9, -1]]]
+    problem = Problem(tables, [0, 1], [2, 3], [8, 0], num_pages=num_pages)
+    check(derive, problem, device)
 
 
 def test_given_outputs_are_written(derive, device):
-    slot = torch.full((9,), 99, device=device)
-    block_table = torch.full((1, 2), 99, dtype=torch.int32, device=device)
-    check(derive, [[3, 4]], [], [0], [4], [14], 16, device, slot=slot, block_table=block_table)
-    assert slot.tolist() == [62, 63, 64, 65, -1, -1, -1, -1, -1]
-    assert block_table.tolist() == [[3, 4]]
+    slot = torch.full((2, 9), 99, device=device)
+    tables = [torch.full((1, n), 99, dtype=torch.int32, device=device) for n in (2, 1)]
+    problem = Problem([[[3, 4]], [[5]]], [0], [4], [14])
+    check(derive, problem, device, slot=slot, block_tables=tables)
+    assert slot.tolist() == [[62, 63, 64, 65] + [-1] * 5, [94, 95, 80, 81] + [-1] * 5]
+    assert [table.tolist() for table in tables] == [[[3, 4]], [[5]]]
 
 
 def test_a_slot_beyond_int32(derive, device):
-    check(derive, [[2**31 - 1]], [], [0], [2], [3], 256, device)
+    check(derive, Problem([[[2**31 - 1]]], [0], [2], [3], page_size=256), device)
 
 
 def test_no_sequence(derive, device):
-    check(derive, [[3, 4]], [(0, 0, 8)], [], [], [], 16, device)
+    check(derive, Problem([[[3, 4]], [[5]]], [], [], [], [[], []], surplus=3), device)
 
 
 def test_rows_may_be_int32(derive, device):
-    integers = {"dtype": torch.int32, "device": device}
-    slot, block_table = derive(
-        torch.tensor([[3], [4]], **integers),
-        torch.zeros(0, 3, **integers),
-        torch.tensor([1], **integers),
-        torch.tensor([0, 1], **integers),
-        torch.tensor([5], **integers),
-        16,
-    )
-    assert (slot.tolist(), block_table.tolist()) == ([69], [[4]])
+    def integers(*values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tables = [torch.tensor([[3], [4]], dtype=torch.int32, device=device)]
+    edits = integers(), integers(0, 0), integers(0)
+    slot, [block_table] = derive(tables, *edits, integers(1), integers(0, 1), integers(5), 16)
+    assert (slot.tolist(), block_table.tolist()) == ([[69]], [[4]])
 
 
 TENSORS = {
-    "table": torch.zeros(4, 2).int(),
-    "edit": torch.zeros(3, 3).int(),
+    "tables": [torch.zeros(4, 2).int(), torch.zeros(4, 3).int()],
+    "edit": torch.zeros(3).int(),
+    "edit_start": torch.zeros(5).int(),
+    "edit_page": torch.zeros(4).int(),
     "row": torch.zeros(2).long(),
     "query_start": torch.zeros(3).int(),
     "context_len": torch.zeros(2).int(),
     "page_size": 16,
 }
+TABLE = TENSORS["tables"][0]
 WRONG = [
-    ("table", TENSORS["table"][0]),
-    ("table", TENSORS["table"].long()),
-    ("table", torch.zeros(2, 4).int().T),
-    ("edit", torch.zeros(3, 2).int()),
+    ("tables[1]", [TABLE, TABLE[0]]),
+    ("tables[0]", [TABLE.long(), TABLE]),
+    ("tables[1]", [TABLE, torch.zeros(2, 4).int().T]),
+    ("tables[1]", [TABLE, torch.zeros(4, 4).int()[:, :3]]),
+    ("tables[0]", [torch.zeros(4, 0).int(), TABLE]),
+    ("edit", torch.zeros(3, 3).int()),
     ("edit", TENSORS["edit"].long()),
+    ("edit_start", torch.zeros(3).int()),
+    ("edit_page", torch.zeros(2, 2).int()),
     ("row", torch.zeros(2)),
     ("row", torch.zeros(2, 1).long()),
     ("query_start", torch.zeros(2).int()),
@@ -149,14 +242,15 @@ WRONG = [
     ("context_len", torch.zeros(3).int()),
     ("context_len", TENSORS["context_len"].to("meta")),
     ("page_size", 0),
-    ("num_columns", 0),
-    ("num_columns", 3),
-    ("slot", torch.zeros(4).int()),
-    ("block_table", torch.zeros(2, 1).int()),
+    ("num_pages", 0),
+    ("slot", torch.zeros(2, 4).int()),
+    ("slot", torch.zeros(4).long()),
+    ("block_tables", [TABLE]),
+    ("block_tables[1]", [torch.zeros(2, 2).int(), torch.zeros(2, 2).int()]),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_a_wrong_argument_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"^{name}:"):
-        page_tables(**TENSORS | {name: value})
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}:"):
+        page_tables(**TENSORS | {name.partition("[")[0]: value})

@@ -88,13 +88,13 @@ MUTANTS = (
     Mutant(
         "the fast path decodes one position behind the last page",
         "schedule.py",
-        "if computed < sequence.room:",
-        "if computed <= sequence.room:",
+        "if sequence.computed < sequence.room:",
+        "if sequence.computed <= sequence.room:",
     ),
     Mutant(
         "a sequence whose last token is in flight decodes on",
         "schedule.py",
-        "if length < sequence.limit:",
+        "if made < sequence.limit:",
         "if True:",
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "the whole prompt is a hit",
         "admission.py",
-        "end = min((len(sequence.tokens) - 1) // page_size, len(digests))",
-        "end = min(len(sequence.tokens) // page_size, len(digests))",
+        "end = min((sequence.num_known - 1) // page_size, len(digests))",
+        "end = min(sequence.num_known // page_size, len(digests))",
     ),
     Mutant(
         "a hit of sliding groups lacks the first page of the window",
@@ -211,13 +211,13 @@ MUTANTS = (
     Mutant(
         "a page is found before its last token is computed",
         "state.py",
-        "full = min(sequence.computed, len(sequence.tokens)) // state.page_size",
-        "full = len(sequence.tokens) // state.page_size",
+        "full = min(sequence.computed, sequence.num_known) // state.page_size",
+        "full = sequence.num_known // state.page_size",
     ),
     Mutant(
         "the last page of an answer is not found",
         "state.py",
-        "if sequence.error is None and len(sequence.tokens) > sequence.next_index:",
+        "if sequence.error is None and len(sequence.generated) > sequence.next_index:",
         "if False:",
     ),
     Mutant(
@@ -271,27 +271,27 @@ MUTANTS = (
     Mutant(
         "the end token does not end a sequence",
         "state.py",
-        "if token in request.eos or len(tokens) >= sequence.limit:",
-        "if len(tokens) >= sequence.limit:",
+        "if token in request.eos or len(generated) >= sequence.limit:",
+        "if len(generated) >= sequence.limit:",
     ),
     # packing
     Mutant(
         "the token before last is carried into the next batch",
         "packing.py",
-        "token_ids = [-1 if s.in_flight else s.tokens[-1] for s in decodes]",
-        "token_ids = [s.tokens[-1] for s in decodes]",
+        "[-1 if s.in_flight else (s.generated or s.request.prompt)[-1] for s in decodes]",
+        "[(s.generated or s.request.prompt)[-1] for s in decodes]",
     ),
     Mutant(
         "table edits count pages from the first new one",
         "packing.py",
-        "enumerate(blocks, chunk.first[group])",
-        "enumerate(blocks)",
+        "edit_page.append(chunk.first[group])",
+        "edit_page.append(0)",
     ),
     Mutant(
-        "the block table of a sliding group is no ring",
+        "edits follow the order of planning, not of the batch",
         "packing.py",
-        "page % columns, block",
-        "min(page, columns - 1), block",
+        "for chunk in plan.ordered_chunks:\n            edit_start",
+        "for chunk in plan.chunks:\n            edit_start",
     ),
     Mutant(
         "samples are taken from the first token of a chunk",

@@ -1,6 +1,7 @@
 """How plans are laid out, one small case each."""
 
 from array import array
+from itertools import pairwise
 
 from tcb.planning.packing import pack_batch
 from tcb.planning.request import Sampling
@@ -19,11 +20,17 @@ def lists(*arrays):
     return [list(a) for a in arrays]
 
 
+def edits(batch):
+    """Entry by entry, the (logical page, block) pairs of each."""
+    entries = zip(batch.edit_page, pairwise(batch.edit_start), strict=True)
+    return [list(enumerate(batch.edit[start:end], page)) for page, (start, end) in entries]
+
+
 def test_an_empty_plan_is_an_empty_batch():
     state, limits = make_state((None, 3))
     _, batch = pack_next(state, limits)
     assert (batch.num_tokens, batch.num_sequences, batch.context_end) == (0, 0, 0)
-    assert list(batch.query_start) == [0] and [list(e) for e in batch.edits] == [[], []]
+    assert lists(batch.query_start, batch.edit, batch.edit_start) == [[0], [], [0]]
 
 
 def test_a_prompt():
@@ -33,7 +40,7 @@ def test_a_prompt():
     assert lists(batch.token_ids, batch.positions) == [[11, 12, 13, 14, 15], [0, 1, 2, 3, 4]]
     assert lists(batch.query_start, batch.context_len, batch.rows) == [[0, 5], [0], [0]]
     assert lists(batch.sample_index, batch.sample_row) == [[4], [0]]
-    assert lists(*batch.edits) == [[0, 0, 0, 0, 1, 1]]
+    assert edits(batch) == [[(0, 0), (1, 1)]]
     assert batch.admitted == ((0, Sampling(do_sample=True, seed=3)),)
     assert (batch.num_decodes, batch.context_end) == (0, 5)
 
@@ -49,7 +56,7 @@ def test_single_tokens_come_before_chunks_and_samples_follow_the_batch():
     # A decodes where it has room, B enters a page, C and D come in
     assert plan.decodes == (0,) and [chunk.key for chunk in plan.chunks] == [1, 2, 3]
     assert plan.sample_keys == (0, 1, 3, 2)
-    c, d = state.waiting[2].tokens, state.waiting[3].tokens
+    c, d = state.waiting[2].known(), state.waiting[3].known()
     assert lists(batch.token_ids) == [[TOKEN, TOKEN, *d, *c]]
     assert lists(batch.positions) == [[3, 4, 0, 0, 1, 2]]
     assert lists(batch.query_start, batch.context_len) == [[0, 1, 2, 3, 6], [3, 4, 0, 0]]
@@ -78,20 +85,31 @@ def test_a_token_in_flight_is_left_to_the_device_where_a_page_is_entered():
     arrive(state, "A", 4)
     launch(state, limits)
     plan, batch = pack_next(state, limits)
-    assert plan.decodes == () and lists(batch.token_ids, *batch.edits) == [[-1], [0, 1, 1]]
+    assert plan.decodes == () and list(batch.token_ids) == [-1] and edits(batch) == [[(1, 1)]]
 
 
-def test_a_sliding_group_writes_its_edits_round_the_ring():
+def test_every_group_gets_its_pages():
     state, limits = make_state((None, 4), max_batch_tokens=4)
     arrive(state, "A", 40)
-    full, ring = state.columns
-    assert (full, ring) == (16, 3)
-    columns = []
-    for _ in range(5):
+    for page in range(5):
         plan, batch = pack_next(state, limits)
-        columns.append([list(edits)[1::3] for edits in batch.edits])
+        [chunk] = plan.chunks
+        assert edits(batch) == [[(page, block)] for (block,) in chunk.fresh]
         apply_plan(state, plan)
-    assert columns == [[[page], [page % 3]] for page in range(5)]
+
+
+def test_edits_are_in_the_order_of_the_batch():
+    state, limits = make_state((None, 4), max_batch_tokens=12)
+    arrive(state, "A", 3)
+    turn(state, limits)
+    arrive(state, "B", 6)
+    arrive(state, "C", 1)
+    plan, batch = pack_next(state, limits)
+    b, c = plan.chunks
+    # A decodes where it has room
+    assert plan.decodes == (0,) and lists(batch.rows) == [[0, c.row, b.row]]
+    by_group = [[[], [*enumerate(c.fresh[g])], [*enumerate(b.fresh[g])]] for g in (0, 1)]
+    assert edits(batch) == by_group[0] + by_group[1]
 
 
 def test_a_hit_edits_the_pages_that_are_read():
@@ -102,15 +120,9 @@ def test_a_hit_edits_the_pages_that_are_read():
     arrive(state, "B", prompt)
     plan, batch = pack_next(state, limits)
     [chunk] = plan.chunks
-    full, sliding = (list(zip(*[iter(edits)] * 3, strict=True)) for edits in batch.edits)
-    assert [(column, block) for _, column, block in full] == list(
-        enumerate((*chunk.shared[0], *chunk.fresh[0]))
-    )
-    columns = state.columns[1]
-    assert [(column, block) for _, column, block in sliding] == [
-        (3 % columns, chunk.shared[1][0]),
-        (4 % columns, chunk.fresh[1][0]),
-    ]
+    full, sliding = edits(batch)
+    assert full == list(enumerate((*chunk.shared[0], *chunk.fresh[0])))
+    assert sliding == [(3, chunk.shared[1][0]), (4, chunk.fresh[1][0])]
     assert list(batch.context_len) == [16]
 
 

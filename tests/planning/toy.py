@@ -114,11 +114,16 @@ class ToyDevice:
             self.memory[target] = content
 
     def _edit(self, batch):
-        for table, columns, edits in zip(self.tables, self.columns, batch.edits, strict=True):
-            assert len(edits) % 3 == 0
-            for row, column, block in zip(edits[::3], edits[1::3], edits[2::3], strict=True):
-                assert 0 <= column < columns, f"column {column} of {columns}"
-                table[row][column] = block
+        assert len(batch.edit_start) == len(self.tables) * batch.num_sequences + 1
+        assert len(batch.edit) == batch.edit_start[-1]
+        entry = 0
+        for table, columns in zip(self.tables, self.columns, strict=True):
+            for row in batch.rows:
+                blocks = batch.edit[batch.edit_start[entry] : batch.edit_start[entry + 1]]
+                assert len(blocks) <= columns, f"{len(blocks)} new pages in {columns} columns"
+                for page, block in enumerate(blocks, batch.edit_page[entry]):
+                    table[row][page % columns] = block
+                entry += 1
 
     def _span(self, batch, i):
         """Row and half-open interval of the positions that sequence i computes."""
