@@ -81,7 +81,8 @@ def decoding_state(
 
 def _add_sequence(state, key, prefix, digests):
     page_size = state.page_size
-    # tokens fill the prefix and some places of an own page; one more is pending
+    # a prompt fills the prefix, own tokens some places of a page; one more is pending
+    prompt = (1,) * len(digests) * page_size
     computed = len(digests) * page_size + key % page_size
     first = [first_visible_page(computed, g.window, page_size) for g in state.groups]
     tables = [pages[low:] for pages, low in zip(prefix, first, strict=True)]
@@ -94,17 +95,18 @@ def _add_sequence(state, key, prefix, digests):
             state.pool.take(table[-1])
     state.running[key] = EngineSequence(
         key=key,
-        request=Request(f"req_{key}", (1,), max_new_tokens=10**6),
-        tokens=[1] * len(digests) * page_size + [key] * (key % page_size + 1),
+        request=Request(f"req_{key}", prompt, max_new_tokens=10**6),
+        num_prompt=len(prompt),
         limit=10**6,
         first=first,
         tables=tables,
+        generated=[key] * (key % page_size + 1),
         computed=computed,
         room=-(-computed // page_size) * page_size,
         row=state.free_rows.pop(),
         digests=digests.copy(),
         indexed=len(digests),
-        next_index=(len(digests) + 1) * page_size,
+        next_index=page_size,
     )
     state.keys[f"req_{key}"] = key
     state.next_key = key + 1

@@ -26,7 +26,7 @@ def to_output(sequence: Sequence, error: str | None = None) -> GenerationOutput:
     return GenerationOutput(
         request_id=request.id,
         prompt_ids=list(request.prompt),
-        generated_tokens=sequence.generated,
+        generated_tokens=sequence.generated.copy(),
         logprobs=list(sequence.logprobs),
         error=error,
         status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
@@ -62,7 +62,7 @@ class StreamedOutput(GenerationOutput):
     def of(cls, sequence: Sequence) -> "StreamedOutput":
         """The output of a sequence as it stands now."""
         request, output = sequence.request, cls.__new__(cls)
-        output._source = sequence, len(sequence.tokens), len(sequence.logprobs)
+        output._source = sequence, len(sequence.generated), len(sequence.logprobs)
         output.request_id, output.status = request.id, RequestStatus.DECODING
         output.created_time, output.lifespan = request.created_time, (sequence.started, -1)
         if request.record_timestamps:
@@ -73,11 +73,11 @@ class StreamedOutput(GenerationOutput):
         # called for what `of` has not set; a list that was made is kept like any attribute
         if name not in ("prompt_ids", "generated_tokens", "logprobs"):
             raise AttributeError(name)
-        sequence, length, num_logprobs = self._source
+        sequence, num_tokens, num_logprobs = self._source
         if name == "prompt_ids":
             made = list(sequence.request.prompt)
         elif name == "generated_tokens":
-            made = sequence.tokens[sequence.num_prompt : length]
+            made = sequence.generated[:num_tokens]
         else:
             made = sequence.logprobs[:num_logprobs]
         self.__dict__[name] = made

@@ -169,7 +169,7 @@ class Engine:
             return {}
         sequences = map(self.state.find, plan.sample_keys)
         return {
-            place: (sequence.request.processors, sequence.tokens)
+            place: (sequence.request.processors, sequence.known())
             for place, sequence in enumerate(sequences)
             if sequence.request.processors is not None
         }

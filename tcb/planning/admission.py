@@ -25,7 +25,7 @@ def plan_waiting(draft: Draft) -> None:
         # whoever comes in needs a page of every group at least
         if draft.supply.left < draft.num_groups:
             return
-        if sequence.length >= sequence.limit:
+        if len(sequence.generated) + sequence.in_flight >= sequence.limit:
             continue
         parent = state.find(sequence.parent)
         if parent is not None and parent.computed < parent.num_prompt - 1:
@@ -53,7 +53,7 @@ def _plan_prompt(draft: Draft, sequence: Sequence, coming: set[bytes]) -> bool:
     """
     page_size, digests = draft.state.page_size, sequence.digests
     # at least one token is left to compute
-    end = min((len(sequence.tokens) - 1) // page_size, len(digests))
+    end = min((sequence.num_known - 1) // page_size, len(digests))
     while True:
         hit = _hit_pages(draft, sequence, end)
         if hit < end and digests[hit] in coming:

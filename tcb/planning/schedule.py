@@ -35,14 +35,16 @@ def _sort_running(state: State) -> tuple[list[int], list[Sequence], list[Sequenc
     """
     decoding, growing, prefilling = [], [], []
     for key, sequence in state.running.items():
-        length, computed = len(sequence.tokens) + sequence.in_flight, sequence.computed
-        if length - computed == 1:
-            if length < sequence.limit:
-                if computed < sequence.room:
+        # numbers that stay small in a long context: Python makes an object of every large one
+        made = len(sequence.generated) + sequence.in_flight
+        pending = made - (sequence.computed - sequence.num_prompt)
+        if pending == 1:
+            if made < sequence.limit:
+                if sequence.computed < sequence.room:
                     decoding.append(key)
                 else:
                     growing.append(sequence)
-        elif length > computed:
+        elif pending > 1:
             prefilling.append(sequence)
     return decoding, growing, prefilling
 

@@ -24,18 +24,21 @@ NEVER = sys.maxsize
 class Sequence:
     """The engine's record of one request.
 
-    `length = len(tokens) + in_flight` positions are known to exist and `computed` of them have
-    their keys and values in the cache once the launched batches land; `length - computed` are
-    pending. `tables[g]` are the blocks of the logical pages `first[g], first[g] + 1, ...`; all
-    groups end at the same page, so positions below `room` have a slot.
+    Of `length` positions, `in_flight` have their tokens on the device only; `computed` have their
+    keys and values in the cache once the launched batches land, the others are pending. Generated
+    tokens stand apart from the prompt: a decode touches nothing that a long context has pushed out
+    of the processor's caches. At most `limit` are generated; when there are more than `next_index`,
+    another page can be indexed. `tables[g]` are the blocks of the pages `first[g], first[g] + 1,
+    ...`; all groups end at the same page, so positions below `room` have a slot.
     """
 
     key: int
     request: Request
-    tokens: list[int]
+    num_prompt: int
     limit: int
     first: list[int]
     tables: list[list[int]]
+    generated: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
     room: int = 0
@@ -55,17 +58,18 @@ class Sequence:
     @property
     def length(self) -> int:
         """Positions that exist: known tokens and those still on the device."""
-        return len(self.tokens) + self.in_flight
+        return self.num_known + self.in_flight
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+    def num_known(self) -> int:
+        """Tokens that the host knows."""
+        return self.num_prompt + len(self.generated)
 
-    @property
-    def generated(self) -> list[int]:
-        """A copy of the tokens generated so far."""
-        return self.tokens[len(self.request.prompt) :]
+    def known(self, start: int = 0, end: int = NEVER) -> list[int]:
+        """A copy of the known tokens from position `start` to before `end`; all by default."""
+        prompt = self.num_prompt
+        new = self.generated[max(start - prompt, 0) : max(end - prompt, 0)]
+        return [*self.request.prompt[start:end], *new] if start < prompt else new
 
 
 @dataclass(slots=True, eq=False)
@@ -126,13 +130,13 @@ def apply_arrival(state: State, request: Request) -> Sequence:
     sequence = Sequence(
         key=key,
         request=request,
-        tokens=list(request.prompt),
-        limit=len(request.prompt) + request.max_new_tokens,
+        num_prompt=len(request.prompt),
+        limit=request.max_new_tokens,
         first=[0] * num_groups,
         tables=[[] for _ in range(num_groups)],
     )
     if state.share:
-        sequence.next_index = state.page_size
+        sequence.next_index = state.page_size - sequence.num_prompt
         _extend_digests(state, sequence)
         _join_parent(state, sequence)
     state.next_key += 1
@@ -197,26 +201,26 @@ def apply_results(state: State, plan: BatchPlan, results: Results, now: float = 
         sequence = running.get(key) or waiting.get(key)
         if sequence is None:
             continue
-        request, tokens = sequence.request, sequence.tokens
+        request, generated = sequence.request, sequence.generated
         sequence.in_flight -= 1
         if token < 0:
             sequence.error = results.errors.get(key, "the model's logits are not finite")
             finished.append(sequence)
             continue
-        tokens.append(token)
+        generated.append(token)
         if logprobs is not None:
             sequence.logprobs.append(logprobs[index])
         if request.record_timestamps:
             sequence.timestamps.append(now)
-        if token in request.eos or len(tokens) >= sequence.limit:
+        if token in request.eos or len(generated) >= sequence.limit:
             finished.append(sequence)
         else:
-            if len(tokens) > sequence.next_index:
+            if len(generated) > sequence.next_index:
                 _index_pages(state, sequence)
             if request.streaming:
                 streamed.append(sequence)
     for sequence in finished:
-        if sequence.error is None and len(sequence.tokens) > sequence.next_index:
+        if sequence.error is None and len(sequence.generated) > sequence.next_index:
             _index_pages(state, sequence)
         _end(state, sequence)
     return Landed(tuple(finished), tuple(streamed))
@@ -267,7 +271,7 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
     sequence.computed = chunk.start + chunk.count
     sequence.in_flight += chunk.samples
     sequence.room = (sequence.first[0] + len(sequence.tables[0])) * state.page_size
-    if sequence.computed >= sequence.next_index:
+    if sequence.computed - sequence.num_prompt >= sequence.next_index:
         _index_pages(state, sequence)
     if chunk.count > 1:
         # after one token hardly any page leaves: that is found out when the next page is needed
@@ -287,7 +291,7 @@ def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
         _leave_host(state, sequence)
     sequence.indexed = 0
     if state.share:
-        sequence.next_index = state.page_size
+        sequence.next_index = state.page_size - sequence.num_prompt
     return sequence
 
 
@@ -374,17 +378,18 @@ def _drop_left(state: State, sequence: Sequence, position: int) -> None:
 
 def _extend_digests(state: State, sequence: Sequence) -> None:
     """Hash every full page of known tokens that has no digest yet."""
-    page_size, digests, tokens = state.page_size, sequence.digests, sequence.tokens
-    for page in range(len(digests), len(tokens) // page_size):
+    page_size, digests = state.page_size, sequence.digests
+    for page in range(len(digests), sequence.num_known // page_size):
         parent = digests[-1] if digests else ROOT_DIGEST
-        digests.append(page_digest(parent, tokens[page * page_size : (page + 1) * page_size]))
+        tokens = sequence.known(page * page_size, (page + 1) * page_size)
+        digests.append(page_digest(parent, tokens))
 
 
 def _index_pages(state: State, sequence: Sequence) -> None:
     """Let every page be found whose tokens are known and whose keys and values are computed or
     launched.
     """
-    full = min(sequence.computed, len(sequence.tokens)) // state.page_size
+    full = min(sequence.computed, sequence.num_known) // state.page_size
     if full > len(sequence.digests):
         _extend_digests(state, sequence)
     for g, table in enumerate(sequence.tables):
@@ -392,4 +397,4 @@ def _index_pages(state: State, sequence: Sequence) -> None:
         for page in range(max(sequence.indexed, first), min(full, first + len(table))):
             state.pool.index(table[page - first], g, sequence.digests[page])
     sequence.indexed = max(full, sequence.indexed)
-    sequence.next_index = (sequence.indexed + 1) * state.page_size
+    sequence.next_index = (sequence.indexed + 1) * state.page_size - sequence.num_prompt

@@ -113,7 +113,7 @@ class FakeEngine:
             return Landed((), ())
         apply_plan(self.state, plan, 1.0)
         sequences = [self.state.find(key) for key in plan.sample_keys]
-        tokens = [next_token(sequence.tokens) for sequence in sequences]
+        tokens = [next_token(sequence.known()) for sequence in sequences]
         return apply_results(self.state, plan, Results(tokens, [-0.5] * len(tokens)), 2.0)
 
     def drain(self):

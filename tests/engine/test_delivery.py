@@ -26,8 +26,13 @@ def request(name):
 
 def sequence(**fields):
     asked = Request("a", (5, 6), 4, record_timestamps=True, created_time=0.5)
-    made = {"key": 0, "request": asked, "tokens": [5, 6, 7, 8], "limit": 6}
-    made |= {"logprobs": [-1.0, -2.0], "timestamps": [1.0, 2.0], "started": 0.75}
+    made = {"key": 0, "request": asked, "num_prompt": 2, "limit": 4}
+    made |= {
+        "generated": [7, 8],
+        "logprobs": [-1.0, -2.0],
+        "timestamps": [1.0, 2.0],
+        "started": 0.75,
+    }
     return Sequence(**made | {"first": [0], "tables": [[]]} | fields)
 
 
@@ -49,7 +54,7 @@ def test_an_ended_sequence_as_output():
     assert (made.created_time, made.lifespan[0]) == (0.5, 0.75)
     assert made.lifespan[1] > made.lifespan[0]
     assert (made.status, made.error, made.is_finished()) == (RequestStatus.FINISHED, None, True)
-    source.tokens.append(9)
+    source.generated.append(9)
     source.logprobs.append(-3.0)
     assert (made.generated_tokens, made.logprobs) == ([7, 8], [-1.0, -2.0])
 
@@ -73,7 +78,7 @@ def test_an_output_of_what_never_ran():
 def test_streamed_outputs_are_snapshots():
     source = sequence()
     first = StreamedOutput.of(source)
-    source.tokens.append(9)
+    source.generated.append(9)
     source.logprobs.append(-3.0)
     second = StreamedOutput.of(source)
     assert (first.generated_tokens, second.generated_tokens) == ([7, 8], [7, 8, 9])
@@ -81,14 +86,14 @@ def test_streamed_outputs_are_snapshots():
     assert first.timestamps == [1.0, 2.0] and first.prompt_ids == [5, 6]
     assert first.lifespan == (0.75, -1) and not first.is_finished() and first.error is None
     first.generated_tokens.append(1)
-    assert first.generated_tokens == [7, 8, 1] and source.tokens[-1] == 9
+    assert first.generated_tokens == [7, 8, 1] and source.generated[-1] == 9
 
 
 def test_streamed_outputs_behave_like_any_output():
     first = StreamedOutput.of(sequence())
     plain = pickle.loads(pickle.dumps(first))
     assert type(plain) is GenerationOutput and first == plain and plain == first
-    assert first != StreamedOutput.of(sequence(tokens=[5, 6, 7]))
+    assert first != StreamedOutput.of(sequence(generated=[7]))
     assert "generated_tokens=[7, 8]" in repr(first)
     with pytest.raises(AttributeError):
         first.no_such_field  # noqa: B018

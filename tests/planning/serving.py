@@ -153,7 +153,7 @@ class Server:
             prompt = self._last(arrival.parent).request.prompt
         elif arrival.after is not None:
             room = self.limits.max_length - arrival.max_new_tokens - len(prompt)
-            prompt = (*self._last(arrival.after).sequence.tokens[:room], *prompt)
+            prompt = (*self._last(arrival.after).sequence.known(0, room), *prompt)
         request = Request(
             id=arrival.id,
             prompt=prompt,
@@ -182,7 +182,7 @@ class Server:
         apply_new_weights(self.state)
         self.device.model = ToyModel(self.workload.groups, self.weights)
         for record in self.live.values():
-            record.changes.append((len(record.sequence.tokens), self.weights))
+            record.changes.append((record.sequence.num_known, self.weights))
         self.counts["new weights"] += 1
         self._check_state()
 
@@ -284,7 +284,8 @@ class Server:
         """A sequence holds the pages that its next query may read, and few others."""
         page_size, computed = self.limits.page_size, sequence.computed
         assert 0 <= sequence.in_flight <= self.limits.depth + 1
-        assert computed < sequence.limit and sequence.length <= sequence.limit
+        longest = sequence.num_prompt + sequence.limit
+        assert computed < longest and sequence.length <= longest
         if sequence.row == NO_ROW:
             assert not any(sequence.tables), "a waiting sequence holds blocks"
             return
@@ -309,7 +310,7 @@ class Server:
 
     def _check_tokens(self, record):
         expected = alone(self.workload.groups, record.request, record.weights, record.changes)
-        got, arrival = record.sequence.tokens, record.arrival
+        got, arrival = record.sequence.known(), record.arrival
         if record.end == "failed":
             assert len(record.sequence.generated) == arrival.fails_at
         where = f"{record.request.id} ({record.end})"

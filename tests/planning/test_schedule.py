@@ -161,7 +161,7 @@ class TestRelief:
         state, limits = pressed()
         turn(state, limits)
         sequence = state.waiting[2]
-        assert (sequence.computed, len(sequence.tokens), sequence.tables) == (0, 5, [[]])
+        assert (sequence.computed, sequence.num_known, sequence.tables) == (0, 5, [[]])
 
     def test_with_host_slots_content_is_kept(self, pressed):
         state, limits = pressed(host_blocks=1)
@@ -236,7 +236,7 @@ def test_a_decode_step_looks_at_no_more_of_a_long_context_than_of_a_short_one(wi
         arrive(state, "A", length, max_new_tokens=40)
         turn(state, limits)
         sequence = state.running[0]
-        sequence.tokens = Watched(sequence.tokens)
+        sequence.generated = Watched(sequence.generated)
         sequence.digests = Watched(sequence.digests)
         sequence.tables = [Watched(table) for table in sequence.tables]
         Watched.looks = 0
@@ -257,7 +257,7 @@ def test_a_prompt_that_waits_for_blocks_is_not_scanned_in_every_step(windows):
         running = arrive(state, "A", length, max_new_tokens=40)
         turn(state, limits)
         waiting = arrive(state, "B", (*running.request.prompt, *range(2 * length)))
-        waiting.digests, waiting.tokens = Watched(waiting.digests), Watched(waiting.tokens)
+        waiting.digests = Watched(waiting.digests)
         Watched.looks = 0
         assert spans(plan_batch(state, limits)) == [(0, length, 1)]
         # a binary search or two in each group

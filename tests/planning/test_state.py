@@ -199,7 +199,7 @@ def test_new_weights_put_everybody_back_in_order_of_arrival():
     assert [s.computed for s in state.waiting.values()] == [0, 0, 0]
     assert all(s.digests for s in state.waiting.values())
     # A and B have tokens of their own by now, which are computed again with the prompt
-    assert spans(turn(state, limits)) == [(0, 0, len(state.running[0].tokens) - 1)]
+    assert spans(turn(state, limits)) == [(0, 0, state.running[0].num_known - 1)]
 
 
 def test_new_weights_forget_what_is_in_host_memory():
