@@ -4,6 +4,7 @@ of the tokens.
 Knows nothing of requests or of why a batch is what it is.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,14 @@ from tcb.device.kv_cache import KVCache
 from tcb.device.model_probe import ModelLayers
 from tcb.device.offload import HostBlocks, fork_blocks
 from tcb.device.sampling import apply_history
-from tcb.kernels import paged_attention, paged_decode, sample, write_kv
+from tcb.kernels import list_work, paged_attention, paged_decode, sample, write_kv
+from tcb.kernels.dispatch import use_triton
+from tcb.kernels.work_list import WorkList
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
+
+logger = logging.getLogger("ContinuousBatchingLogger")
 
 # a sampled row's own logits processors and all its tokens so far, by the row's place among the
 # samples
@@ -66,6 +71,7 @@ class Runner:
             self.cache = KVCache(
                 groups, limits.page_size, limits.num_blocks, layers.dtype, layers.device
             )
+            self._deterministic = limits.deterministic and _can_be_deterministic(self.cache.pool)
             self.host = HostBlocks(limits.host_blocks, self.cache.pool)
             self.buffers = Buffers(
                 groups, columns, limits.page_size, limits.max_requests, layers.device
@@ -80,7 +86,9 @@ class Runner:
             self.host.load(packed.restore)
             fork_blocks(self.cache.pool, packed.copies)
             tensors = self.buffers.load(packed)
-            batch = PagedBatch(self.cache, self._layers, self._group_of, tensors)
+            batch = PagedBatch(
+                self.cache, self._layers, self._group_of, tensors, self._deterministic
+            )
             logits = call_model(
                 self.twin,
                 tensors.token_ids,
@@ -115,6 +123,9 @@ class Runner:
 class PagedBatch:
     """What the attention layers see of a batch: `attend` stores the new keys and values, then reads
     the pages.
+
+    deterministic: sequences of one new token are attended to as chunks too, by the one kernel whose
+    bits do not depend on the batch.
     """
 
     def __init__(
@@ -123,8 +134,13 @@ class PagedBatch:
         layers: ModelLayers,
         group_of: Mapping[int, int],
         tensors: BatchTensors,
+        deterministic: bool = False,
     ):
         self._cache, self._layers, self._group_of, self._batch = cache, layers, group_of, tensors
+        self._deterministic = deterministic
+        self._num_decodes = 0 if deterministic else tensors.num_decodes
+        self._chunk_start = tensors.query_start if deterministic else tensors.chunk_start
+        self._work: dict[tuple[int, int], WorkList | None] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
@@ -147,7 +163,7 @@ class PagedBatch:
             "sinks": sinks,
         }
         write_kv(key, value, key_cache, value_cache, batch.slot[group])
-        table, n = batch.block_table[group], batch.num_decodes
+        table, n = batch.block_table[group], self._num_decodes
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
         if n:
             decode_out = out[:n]
@@ -161,19 +177,45 @@ class PagedBatch:
                 **facts,
             )
         if n < table.shape[0]:
+            query, key, value = query[n:], key[n:], value[n:]
             paged_attention(
-                query[n:],
-                key[n:],
-                value[n:],
+                query,
+                key,
+                value,
                 key_cache,
                 value_cache,
                 table[n:],
-                batch.chunk_start,
+                self._chunk_start,
                 batch.context_len[n:],
                 out=out[n:],
+                deterministic=self._deterministic,
+                work_list=self._list_work(group, query, value, facts["window"]),
                 **facts,
             )
         return out.to(dtype)
+
+    def _list_work(
+        self, group: int, query: Tensor, value: Tensor, window: int | None
+    ) -> WorkList | None:
+        """The work list of the batch's chunks, made by the first layer of a group that asks."""
+        place = group, query.shape[1]
+        if place not in self._work:
+            lengths = self._chunk_start, self._batch.context_len[self._num_decodes :]
+            self._work[place] = list_work(
+                query, value, *lengths, window=window, deterministic=self._deterministic
+            )
+        return self._work[place]
+
+
+def _can_be_deterministic(pool: Tensor) -> bool:
+    """Whether the kernels, not torch operations, attend to what is in this pool; a no is logged."""
+    if use_triton(pool):
+        return True
+    logger.warning(
+        "deterministic has no effect: torch operations attend on a CPU, and their bits may depend "
+        "on the batch"
+    )
+    return False
 
 
 def _process(logits: Tensor, histories: Histories, errors: dict[int, str]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 _HOME = {
     "paged_attention": "paged_attention",
+    "list_work": "paged_attention",
     "paged_decode": "paged_decode",
     "write_kv": "kv_write",
     "page_tables": "page_tables",

@@ -128,9 +128,11 @@ def attend_tiles(
             score = tl.where(seen, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         # a row that has seen nothing yet has the maximum -inf, and -inf - -inf is NaN
-        shift = (tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max) * factor
-        weight = tl.exp2(score * factor - shift[:, None])
-        decay = tl.exp2(row_max * factor - shift)
+        top = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weight = tl.exp2(score * factor - (top * factor)[:, None])
+        # exactly 1 while the maximum stays, so that a tile hidden from a row leaves no trace in it:
+        # the difference of two products is not, once a compiler fuses one of them with it
+        decay = tl.exp2((row_max - top) * factor)
         row_sum = row_sum * decay + tl.sum(weight, 1)
         total = total * decay[:, None]
         weight = weight.to(values.dtype)

@@ -15,9 +15,11 @@ from tcb.kernels.attention_contract import (
     softmax_factors,
     start,
 )
-from tcb.kernels.checks import expect
+from tcb.kernels.checks import expect, expect_rank
 from tcb.kernels.dispatch import use_triton
 from tcb.kernels.tuning import choose_tile, read_device
+from tcb.kernels.work_list import BatchShape, WorkList, reserve
+from tcb.kernels.work_list import plan_launches as plan_list
 
 
 def paged_attention(
@@ -35,6 +37,8 @@ def paged_attention(
     sinks=None,
     scale=None,
     out=None,
+    deterministic=False,
+    work_list=None,
 ):
     """Attend from the new tokens of every sequence to its cached context and themselves, causally.
 
@@ -48,10 +52,16 @@ def paged_attention(
     softcap      scores become softcap * tanh(score / softcap)
     sinks        [heads], one more logit a head in the denominator
     scale        dim**-0.5 by default
+    deterministic  a token's bits depend on its own sequence alone: not on the batch around it, nor
+                 on where chunks begin, one of a single token included. One tile shape serves all,
+                 that of few rows, so long chunks take several times as long
+    work_list    what `list_work` returned for these lengths, shapes and options; it serves all
+                 layers that share them. Without one it is made anew; torch operations need none
 
     Returns out [tokens, heads, value_dim] in the dtype of query. Tokens of no sequence (padding)
     are 0 in a new `out`; in a given one they are left as they are. Any strides, last axis dense.
-    Raises ValueError on a shape, dtype, device or option that does not fit.
+    Raises ValueError on a shape, dtype, device or option that does not fit, and for `deterministic`
+    where torch operations serve a CPU, whose bits nobody promises.
     """
     check_attention(query, key_cache, value_cache, block_table, context_len, window, sinks, out)
     tokens, heads, dim = query.shape
@@ -62,6 +72,8 @@ def paged_attention(
     expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
     factors = softmax_factors(scale, softcap, dim)
     if not use_triton(query):
+        if deterministic:
+            raise ValueError("deterministic: expected False for torch operations, got True")
         from tcb.kernels import torch_ops
 
         return torch_ops.paged_attention(
@@ -84,9 +96,38 @@ def paged_attention(
     if tokens and sequences:
         device_facts = read_device(device.type, device.index)
         tensors = query, key, value, key_cache, value_cache, block_table, query_start, context_len
-        options = sinks, out, window, softcap is not None, factors
-        start(plan_launches(device_facts, *tensors, *options), query)
+        options = sinks, out, window, softcap is not None, factors, deterministic
+        if work_list is None:
+            lengths = query_start, context_len
+            work_list = list_work(
+                query, value, *lengths, window=window, deterministic=deterministic
+            )
+        start(plan_launches(device_facts, *tensors, *options, work_list), query)
     return out
+
+
+def list_work(
+    query, value, query_start, context_len, *, window=None, deterministic=False
+) -> WorkList | None:
+    """List the tiles of a batch on the device, for the `work_list` of `paged_attention`.
+
+    Tensors and options are those of `paged_attention`; of query and value only shapes and dtype
+    count, so one list serves all layers of the same heads and the same window. None where torch
+    operations attend. Raises ValueError on a tensor that does not fit.
+    """
+    expect_rank("query", query, 3, "[tokens, heads, dim]")
+    expect_rank("value", value, 3, "[tokens, kv_heads, value_dim]")
+    expect_rank("context_len", context_len, 1, "[sequences]")
+    device, sequences = query.device, context_len.shape[0]
+    expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
+    expect("context_len", context_len, (sequences,), device=device, dtype=torch.int32)
+    if not use_triton(query):
+        return None
+    facts = read_device(device.type, device.index)
+    shape, _, _ = choose_tiles(facts, query, value, context_len, window, deterministic)
+    work = reserve(shape, device)
+    start(plan_list(work, query_start, context_len), query)
+    return work
 
 
 def plan_launches(
@@ -104,23 +145,22 @@ def plan_launches(
     window,
     has_softcap,
     factors,
+    deterministic=False,
+    work_list=None,
 ):
-    """A narrow launch for sequences of few rows and a wide one for the rest, from static shapes."""
+    """A narrow launch for sequences of few rows and a wide one for the rest, from static shapes.
+
+    Without a work_list their tiles are those of one that nobody fills.
+    """
     from tcb.kernels.paged_attention_kernel import paged_attention_kernel
 
-    tokens, heads, dim = query.shape
-    kv_heads, value_dim = value_cache.shape[2:]
-    sequences, group = context_len.shape[0], heads // kv_heads
-    size = query.element_size(), max(dim, value_dim), group
-    narrow = choose_tile(device.name, "narrow", *size)
-    wide = choose_tile(device.name, "wide", *size)
-    # (tile, tiles of the grid, fewest and most rows of the sequences served)
-    tiles = tokens * group // wide.rows + sequences
-    shares = [(narrow, sequences, 1, narrow.rows), (wide, tiles, narrow.rows + 1, 0)]
-    if tokens * group <= narrow.rows:
-        shares = shares[:1]
-    elif sequences == 1:
-        shares = [(wide, tiles, 1, 0)]
+    dim, (kv_heads, value_dim) = query.shape[2], value_cache.shape[2:]
+    shape, narrow, wide = choose_tiles(device, query, value, context_len, window, deterministic)
+    work = work_list or reserve(shape, query.device)
+    if work.shape != shape:
+        raise ValueError(f"work_list: expected one for {shape}, got one for {work.shape}")
+    shares = [(narrow, *work.small())] if shape.small_rows else []
+    shares += [(wide, *work.tiles())] if shape.tile_rows else []
     strides = (
         *query.stride()[:2],
         key.stride(1),
@@ -132,7 +172,7 @@ def plan_launches(
     )
     constants = {
         "KV_HEADS": kv_heads,
-        "GROUP": group,
+        "GROUP": shape.group,
         "DIM": dim,
         "VALUE_DIM": value_dim,
         "DIM_BLOCK": block_width(dim),
@@ -148,7 +188,7 @@ def plan_launches(
         "HAS_SINKS": sinks is not None,
         "UPCAST": device.name == "interpreter" and query.dtype == torch.bfloat16,
     }
-    for tile, num_tiles, min_rows, max_rows in shares:
+    for tile, item, count in shares:
         arguments = (
             query,
             key,
@@ -160,23 +200,38 @@ def plan_launches(
             context_len,
             query if sinks is None else sinks,
             out,
-            sequences,
-            num_tiles,
+            item,
+            count,
             block_table.shape[1],
             window or 0,
             *factors,
             *strides,
         )
-        shape = {
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.keys,
-            "MIN_ROWS": min_rows,
-            "MAX_ROWS": max_rows,
-            "ZONES": tile.zones,
-        }
+        blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "ZONES": tile.zones}
+        # as many programs as run at once, however long the list gets
         yield Launch(
             paged_attention_kernel,
-            num_tiles * kv_heads,
+            min(device.processors * tile.residency, item.shape[0] * kv_heads),
             arguments,
-            constants | shape | tile.launch_options(),
+            constants | blocks | tile.launch_options(),
         )
+
+
+def choose_tiles(device, query, value, context_len, window, deterministic):
+    """Return (shape of the work list, narrow tile, tile of the other sequences).
+
+    If deterministic, narrow tiles serve all: a token meets the same code and the same tiles of
+    keys wherever its row lies.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads, value_dim = value.shape[1:]
+    sequences, group = context_len.shape[0], heads // kv_heads
+    size = query.element_size(), max(dim, value_dim), group, device.shared
+    narrow = choose_tile(device.name, "narrow", *size)
+    wide = narrow if deterministic else choose_tile(device.name, "wide", *size)
+    small_rows, tile_rows = narrow.rows, wide.rows
+    if deterministic or (sequences == 1 and tokens * group > narrow.rows):
+        small_rows = 0
+    elif tokens * group <= narrow.rows:
+        tile_rows = 0
+    return BatchShape(tokens, sequences, group, window, small_rows, tile_rows), narrow, wide

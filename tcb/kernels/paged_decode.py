@@ -108,7 +108,8 @@ def plan_launches(
     sequences, heads, dim = query.shape
     _, page_size, kv_heads, value_dim = value_cache.shape
     group = heads // kv_heads
-    tile = choose_tile(device.name, "narrow", query.element_size(), max(dim, value_dim), group)
+    size = query.element_size(), max(dim, value_dim), group, device.shared
+    tile = choose_tile(device.name, "narrow", *size)
     programs = sequences * kv_heads * -(-group // tile.rows)
     splits = choose_splits(device.processors, programs) if num_splits is None else num_splits
     # at one split nothing is written to these

@@ -33,7 +33,11 @@ def plan_parts(
     return first_key, first_tile, end_tile, tiles_per_part, parts
 
 
-@triton.jit(do_not_specialize=["columns", "window", "stride_table_sequence"])
+# the integers of a batch are parts of larger tensors, so their alignment is that of chance
+@triton.jit(
+    do_not_specialize=["columns", "window", "stride_table_sequence"],
+    do_not_specialize_on_alignment=["block_table_ptr", "context_len_ptr"],
+)
 def paged_decode_kernel(
     query_ptr,
     key_cache_ptr,
@@ -159,7 +163,7 @@ def paged_decode_kernel(
         tl.store(part_sum_ptr + part_row, row_sum, mask=inside)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["context_len_ptr"])
 def merge_parts_kernel(
     context_len_ptr,
     sinks_ptr,

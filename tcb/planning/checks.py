@@ -32,7 +32,6 @@ NO_EFFECT: dict[str, str] = {
     "cpu_group_timeout": _ALONE,
     "use_default_compile_configs": _EAGER,
     "max_cached_graphs": _EAGER,
-    "deterministic": "kernels whose bits do not depend on the batch are not part of this release",
 }
 
 # values that differ from the default and ask for what happens anyway

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TILE, CHUNKS, DECODE = "attention_tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
+LIST = "work_list_kernel.py"
 # name: (file, what stands there, what stands there in the mutant)
 MUTANTS = {
     "values of dead rows are read": (
@@ -56,14 +57,16 @@ MUTANTS = {
     ),
     "token offset in 32 bits": (
         CHUNKS,
-        "    token = (query_start + row // GROUP).to(tl.int64)\n"
-        "    query_head = head * GROUP + row % GROUP\n"
-        "    query_row",
-        "    token = query_start + row // GROUP\n"
-        "    query_head = head * GROUP + row % GROUP\n"
-        "    query_row",
+        "        token = (query_start + row // GROUP).to(tl.int64)\n"
+        "        query_head = head * GROUP + row % GROUP\n"
+        "        query_row",
+        "        token = query_start + row // GROUP\n"
+        "        query_head = head * GROUP + row % GROUP\n"
+        "        query_row",
     ),
-    "last tile of a sequence lost": (CHUNKS, "if first_row >= rows", "if first_row + 32 > rows"),
+    "last tile of a sequence lost": (LIST, "(first_row < rows)", "(first_row + 32 <= rows)"),
+    "tile of another sequence": (LIST, "tl.maximum(found - 1, 0)", "tl.maximum(found - 2, 0)"),
+    "equal costs share a place": (LIST, "(other[None, :] < slot[:, None])", "(other < 0)[None, :]"),
     "sink of the first head for all": (
         CHUNKS,
         "tl.load(sinks_ptr + query_head)",
@@ -102,7 +105,9 @@ def test_a_seeded_bug_is_caught(name, tmp_path):
     source = path.read_text()
     assert source.count(sound) == 1, f"{file} has {source.count(sound)} lines {sound!r}"
     path.write_text(source.replace(sound, broken))
-    tests = {CHUNKS: ["attention"], DECODE: ["decode"]}.get(file, ["attention", "decode"])
+    tests = {CHUNKS: ["attention"], LIST: ["attention"], DECODE: ["decode"]}.get(
+        file, ["attention", "decode"]
+    )
     tests = [f"tests/kernels/test_paged_{name}.py" for name in tests]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "values or beyond", *tests]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}

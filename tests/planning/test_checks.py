@@ -158,7 +158,6 @@ LOGGED = {
     "cpu_group_timeout": 1.0,
     "use_default_compile_configs": True,
     "max_cached_graphs": 8,
-    "deterministic": "batch",
 }
 
 

@@ -45,6 +45,7 @@ def test_everything_named_by_the_user():
         safety_margin=0.5,
         return_logprobs=True,
         cpu_offload_space=8 * 512 / 2**30,
+        deterministic="batch",
     ) == Limits(
         page_size=4,
         # 5 blocks of the whole model, which has two groups
@@ -60,6 +61,7 @@ def test_everything_named_by_the_user():
         # the sliding group keeps 3 pages of the 10, so the full one has 7
         max_length=28,
         return_logprobs=True,
+        deterministic=True,
     )
 
 
@@ -78,6 +80,7 @@ def test_nothing_named_by_the_user():
         host_blocks=0,
         max_length=2048,
         return_logprobs=False,
+        deterministic=False,
     )
     left = int(0.9 * FACTS.free_memory) - batch_bytes(FACTS, size)
     assert pool_bytes(FACTS, 256, found.num_blocks, size) <= left
@@ -143,6 +146,12 @@ def test_small_memory_makes_small_batches(free, tokens):
     found = limits({"free_memory": free * MIB}, page_size=16)
     assert found.max_batch_tokens == tokens
     assert found.num_blocks >= 1
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(900, 1024), (4, 1024), (2, 512), (1, 256)])
+def test_batches_on_a_cpu_stay_in_its_caches(free, tokens):
+    facts = {"free_memory": free * MIB * 3 // 2, "device_type": "cpu"}
+    assert limits(facts, page_size=16).max_batch_tokens == tokens
 
 
 def test_explicit_batch_is_never_made_smaller():

@@ -1,0 +1,107 @@
+"""The Triton kernels of a work list: find every tile and what it costs, then rank the tiles.
+
+Knows nothing of devices, or of who asks for which tiles.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_slots(slot, query_start_ptr, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return (sequence, tile of it) of slots among the tiles; many name a tile that is not there.
+
+    Sequence i owns the slots from start(i) = rows before it // ROWS + i on. That is never fewer
+    than it needs, as floor((a + b) / M) + 1 - floor(a / M) >= ceil(b / M), grows strictly, and
+    needs no prefix sum. So the sequence of a slot is the number of starts up to it, less one; a
+    slot before all of them gets a negative tile.
+    """
+    LANES: tl.constexpr = 64
+    found = tl.zeros_like(slot)
+    for first in range(0, num_sequences, LANES):
+        index = first + tl.arange(0, LANES)
+        inside = index < num_sequences
+        before = tl.load(query_start_ptr + index, mask=inside, other=0)
+        start = before * GROUP // ROWS + index
+        found += tl.sum((inside[None, :] & (start[None, :] <= slot[:, None])).to(tl.int32), 1)
+    sequence = tl.maximum(found - 1, 0)
+    before = tl.load(query_start_ptr + sequence)
+    return sequence, slot - (before * GROUP // ROWS + sequence)
+
+
+# the lengths are parts of larger tensors, so their alignment is that of chance
+@triton.jit(
+    do_not_specialize=["num_sequences", "window", "room", "small_blocks"],
+    do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"],
+)
+def find_tiles_kernel(
+    found_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    num_sequences,
+    window,
+    room,
+    small_blocks,
+    GROUP: tl.constexpr,
+    SMALL_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write cost, sequence and tile of the slots of one block; the cost of no tile is 0.
+
+    The cost of a tile is the number of keys that some row of it sees. The first small_blocks blocks
+    have a slot a sequence, the others slots for tiles.
+    """
+    program = tl.program_id(0)
+    slot = program * BLOCK + tl.arange(0, BLOCK)
+    is_small = program < small_blocks
+    if is_small:
+        tile_rows = tl.full([], SMALL_ROWS, tl.int32)
+        sequence = tl.minimum(slot, num_sequences - 1)
+        tile = slot - sequence
+    else:
+        tile_rows = tl.full([], TILE_ROWS, tl.int32)
+        sequence, tile = find_slots(
+            slot - small_blocks * BLOCK, query_start_ptr, num_sequences, GROUP, TILE_ROWS
+        )
+    query_start = tl.load(query_start_ptr + sequence)
+    rows = (tl.load(query_start_ptr + sequence + 1) - query_start) * GROUP
+    context_len = tl.load(context_len_ptr + sequence)
+    first_row = tile * tile_rows
+    last_row = tl.minimum(first_row + tile_rows, rows) - 1
+    cost = context_len + last_row // GROUP + 1
+    if HAS_WINDOW:
+        cost -= tl.maximum(context_len + first_row // GROUP - window + 1, 0)
+    live = (first_row >= 0) & (first_row < rows) & ((rows <= SMALL_ROWS) == is_small)
+    tl.store(found_ptr + slot, tl.where(live, cost, 0))
+    tl.store(found_ptr + room + slot, sequence)
+    tl.store(found_ptr + 2 * room + slot, tile)
+
+
+@triton.jit(do_not_specialize=["room", "small_blocks"])
+def rank_tiles_kernel(found_ptr, item_ptr, count_ptr, room, small_blocks, BLOCK: tl.constexpr):
+    """Put the tiles of one block in their places: behind all of a greater cost, and behind those of
+    the same cost in earlier slots. The first block of a list writes its count.
+    """
+    LANES: tl.constexpr = 64
+    program = tl.program_id(0)
+    slot = program * BLOCK + tl.arange(0, BLOCK)
+    is_small = program < small_blocks
+    first = tl.where(is_small, 0, small_blocks * BLOCK)
+    end = tl.where(is_small, small_blocks * BLOCK, room)
+    cost = tl.load(found_ptr + slot)
+    place = tl.zeros_like(slot)
+    count = tl.zeros([LANES], tl.int32)
+    for start in range(first, end, LANES):
+        other = start + tl.arange(0, LANES)
+        other_cost = tl.load(found_ptr + other)
+        ahead = other_cost[None, :] > cost[:, None]
+        ahead |= (other_cost[None, :] == cost[:, None]) & (other[None, :] < slot[:, None])
+        place += tl.sum(ahead.to(tl.int32), 1)
+        count += (other_cost > 0).to(tl.int32)
+    item_ptr += 2 * (first + place)
+    tl.store(item_ptr, tl.load(found_ptr + room + slot), mask=cost > 0)
+    tl.store(item_ptr + 1, tl.load(found_ptr + 2 * room + slot), mask=cost > 0)
+    if program * BLOCK == first:
+        tl.store(count_ptr + tl.where(is_small, 0, 1), tl.sum(count, 0))
