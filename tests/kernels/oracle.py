@@ -17,6 +17,8 @@ class Case:
     decode: the one query of a sequence is its last cached position, and there are no new tokens.
     sinks: None, or the logit that all heads share plus their index / 8. magnitude scales queries.
     packed: query, key and value are slices of one tensor, and the two caches views of one pool.
+    spare: columns of the block table beyond those needed. wild: some dead entries of it name no
+    block of the cache, nor of any memory there is.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -35,6 +37,8 @@ class Case:
     packed: bool = False
     padding: int = 0
     num_splits: int | None = None
+    spare: int = 0
+    wild: bool = False
 
     def __str__(self) -> str:
         shown = ["+".join(f"{context}:{chunk}" for context, chunk in self.sequences)]
@@ -122,15 +126,15 @@ def num_columns(case: Case) -> int:
     if case.window is not None:
         chunk = max(chunk for _, chunk in case.sequences)
         pages = min(pages, (case.window - 1 + max(chunk, 1) - 1) // case.page_size + 2)
-    return max(pages, 1)
+    return max(pages, 1) + case.spare
 
 
 def build(case: Case, device: torch.device) -> Problem:
     """Make the tensors of a case.
 
     All of the pool is NaN or Inf but the cached positions that the first query of a sequence sees
-    and later ones, guard blocks on either side of the pool too; dead entries of a table are -1 or
-    name a poisoned block. Padding tokens are NaN and Inf.
+    and later ones, guard blocks on either side of the pool too; dead entries of a table are -1,
+    name a poisoned block or, where wild, none. Padding tokens are NaN and Inf.
     """
     generator = torch.Generator().manual_seed(len(case.sequences) * 7919 + case.dim)
 
@@ -143,6 +147,8 @@ def build(case: Case, device: torch.device) -> Problem:
     free = torch.randperm(blocks, generator=generator).tolist()
     table = torch.full((len(case.sequences), columns), -1, dtype=torch.int32, device=device)
     table[:, 1::2] = free.pop()
+    if case.wild:
+        table[:, 2::3] = 2**31 - 1
     sinks = None
     if case.sinks is not None:
         sinks = case.sinks + torch.arange(case.heads, device=device) / 8
