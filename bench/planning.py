@@ -81,9 +81,10 @@ def decoding_state(
 
 def _add_sequence(state, key, prefix, digests):
     page_size = state.page_size
-    # a prompt fills the prefix, own tokens some places of a page; one more is pending
-    prompt = (1,) * len(digests) * page_size
-    computed = len(digests) * page_size + key % page_size
+    # a prompt fills the prefix, if there is one, own tokens some places of a page; one is pending
+    full = len(digests) * page_size
+    prompt = (1,) * max(full, 1)
+    computed = max(full + key % page_size, 1)
     first = [first_visible_page(computed, g.window, page_size) for g in state.groups]
     tables = [pages[low:] for pages, low in zip(prefix, first, strict=True)]
     for table in tables:
@@ -100,13 +101,13 @@ def _add_sequence(state, key, prefix, digests):
         limit=10**6,
         first=first,
         tables=tables,
-        generated=[key] * (key % page_size + 1),
+        generated=[key] * (computed + 1 - len(prompt)),
         computed=computed,
         room=-(-computed // page_size) * page_size,
         row=state.free_rows.pop(),
         digests=digests.copy(),
         indexed=len(digests),
-        next_index=page_size,
+        next_index=full + page_size - len(prompt),
     )
     state.keys[f"req_{key}"] = key
     state.next_key = key + 1
