@@ -42,6 +42,8 @@ def tables(results: dict[str, Result]) -> str:
     parts = [_serving(serving), _equality(equality)]
     if planning:
         parts.append(_planning(planning))
+    if "compile" in results:
+        parts.append(_compile(results["compile"]))
     return "\n\n".join(parts)
 
 
@@ -152,11 +154,48 @@ def _planning(result: Result) -> str:
     return _markdown(header, rows) + "\n\n" + _file("planning", {"environment": result})
 
 
+def _compile(result: Result) -> str:
+    """One row an architecture: what spills, and what plain launches of head size 128 hold."""
+    header = (
+        "compiled ahead of time for",
+        "launches",
+        "that spill",
+        "prefill, head size 128: registers, shared KiB, programs a processor, matrix instructions",
+        "decode: registers, shared KiB, programs, KiB in flight a processor",
+    )
+    rows = []
+    for arch in dict.fromkeys(launch["arch"] for launch in result["launches"]):
+        found = [launch for launch in result["launches"] if launch["arch"] == arch]
+        plain = {launch["kind"]: launch for launch in found if launch["fields"] == {"dim": 128}}
+        wide, decode = plain["wide"], plain["decode"]
+        units = {"HGMMA", "HMMA", "UTCHMMA", "MFMA"} & wide.keys()
+        unit = ", ".join(f"{wide[unit]} {unit}" for unit in sorted(units) if wide[unit])
+        rows.append(
+            (
+                arch if arch.startswith(("sm_", "gfx")) else f"{arch} devices",
+                str(len(found)),
+                str(sum(launch["spills"] > 0 for launch in found)),
+                f"{_occupancy(wide)}, {unit}",
+                f"{_occupancy(decode)}, {decode['bytes_in_flight'] / 1024:.0f}",
+            )
+        )
+    facts = result["environment"]
+    by = f"triton {facts['triton']}, {_commit(facts)}"
+    return _markdown(header, rows) + f"\n\n[compile](bench/results/compile.json): {by}"
+
+
+def _occupancy(launch: Result) -> str:
+    return f"{launch['registers']}, {launch['shared'] / 1024:.0f}, {launch['resident']}"
+
+
 def _file(name: str, result: Result) -> str:
     facts = result["environment"]
-    commit = (facts["commit"] or "no commit")[:9] + (", changed" if facts["dirty"] else "")
     threads = f", {facts['threads']} threads" if facts["device_type"] == "cpu" else ""
-    return f"[{name}](bench/results/{name}.json): {facts['device']}{threads}, {commit}"
+    return f"[{name}](bench/results/{name}.json): {facts['device']}{threads}, {_commit(facts)}"
+
+
+def _commit(facts: Result) -> str:
+    return (facts["commit"] or "no commit")[:9] + (", changed" if facts["dirty"] else "")
 
 
 def _markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -1,57 +1,63 @@
-"""Compile launches ahead of time, as a launcher would start them, and count what the code holds.
+"""Compile every launch of the package ahead of time, as the launchers would start it.
 
-Run as a program, with architectures as arguments and without TRITON_INTERPRET: prints a JSON object
-a row. A stand-in for the driver names the architecture, tensors are on the meta device, and the
-launches are those of the launchers' own plans, so constants and alignments are those of real calls.
+Run as a program, with names of `PROCESSORS` as arguments and without TRITON_INTERPRET: prints a
+JSON list a row, an object a launch. A stand-in for the driver names the architecture, tensors are
+on the meta device, and what a public function would launch is recorded instead, so constants and
+alignments are those of real calls.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tcb.kernels.attention_contract import softmax_factors
-from tcb.kernels.tuning import DeviceFacts
+from tcb.kernels.attention_contract import Launch
+from tcb.kernels.tuning import DeviceFacts, Tile, choose_tile, list_rows, shared_need
+from tests.kernels.machine_code import PROCESSORS, Processor, count, count_buffers, count_resident
 
-DEVICE_CLASS = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "gfx9"}
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True}
-# kind and fields of a launch; each row of the tuning table at the largest head size it serves, and
-# odd head sizes, small pages and every option at least once
-ROWS = [
-    *(("wide", {"dim": dim}) for dim in (64, 128, 256)),
-    ("wide", {"dim": 128, "page_size": 16, **EVERYTHING}),
-    ("wide", {"dim": 256, **EVERYTHING}),
-    ("wide", {"dim": 80, "heads": 14, "kv_heads": 2}),
-    ("wide", {"dim": 192, "value_dim": 128, "kv_heads": 32}),
-    *(("narrow", {"dim": dim}) for dim in (64, 128, 256)),
-    ("narrow", {"dim": 128, "page_size": 16, **EVERYTHING}),
+SINGLE = {"dtype": "float32"}
+# operation and fields of a call, all of whose launches are compiled: each row of the tuning table
+# at the largest head size it serves, and odd head sizes, small pages and every option at least once
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    *(("attention", {"dim": dim}) for dim in (64, 128, 256)),
+    ("attention", {"dim": 128, "page_size": 16, **EVERYTHING}),
+    ("attention", {"dim": 256, **EVERYTHING}),
+    ("attention", {"dim": 80, "heads": 14, "kv_heads": 2}),
+    ("attention", {"dim": 192, "value_dim": 128, "kv_heads": 32}),
+    *(("attention", {"dim": dim, **SINGLE}) for dim in (128, 256)),
     *(("decode", {"dim": dim}) for dim in (64, 128, 256)),
     ("decode", {"dim": 128, "page_size": 16, **EVERYTHING}),
     ("decode", {"dim": 128, "heads": 64, "kv_heads": 1}),
     ("decode", {"dim": 256, "heads": 32, "kv_heads": 1}),
     ("decode", {"dim": 96, "heads": 20, "kv_heads": 4, "page_size": 12}),
-    ("merge", {"dim": 128, **EVERYTHING}),
-    ("wide", {"dim": 128, "dtype": "float32"}),
-    ("wide", {"dim": 256, "dtype": "float32"}),
-    ("decode", {"dim": 128, "dtype": "float32"}),
+    *(("decode", {"dim": dim, **SINGLE}) for dim in (128, 256)),
+    ("write_kv", {"dim": 128}),
+    ("write_kv", {"dim": 80, "heads": 14, "kv_heads": 2, "page_size": 16}),
+    ("page_tables", {"groups": 1}),
+    ("page_tables", {"groups": 3}),
+    *((f"{name}_blocks", {}) for name in ("copy", "gather", "scatter")),
+    ("sample", {"vocab": 151_936}),
+    ("sample", {"vocab": 262_144, **SINGLE}),
 ]
+
+SEQUENCES, TOKENS, BLOCKS, COLUMNS = 64, 4096, 512, 128
 
 
 class Driver:
     """What Triton asks of a driver in order to compile; nothing can be launched with it."""
 
-    def __init__(self, arch: str):
-        cuda = arch.startswith("sm_")
-        name = int(arch.removeprefix("sm_")) if cuda else arch
-        self.target = GPUTarget("cuda" if cuda else "hip", name, 32 if cuda else 64)
+    def __init__(self, name: str):
+        processor, name = PROCESSORS[name], PROCESSORS[name].target
+        arch = int(name.removeprefix("sm_")) if processor.is_cuda else name
+        backend, width = ("cuda", 32) if processor.is_cuda else ("hip", 64)
+        self.target = GPUTarget(backend, arch, width)
 
     def get_current_target(self):
         return self.target
@@ -63,79 +69,170 @@ class Driver:
         return 0
 
 
-def plan(arch, kind, *, dim, value_dim=0, heads=32, kv_heads=8, page_size=64, dtype="bfloat16",
-         window=None, softcap=None, sinks=False):  # fmt: skip
-    """The launch of this kind for 64 sequences, tensors on the meta device."""
-    # the package holds functions of these names: ask for the modules
-    from tcb.kernels.paged_attention import plan_launches as plan_attention
-    from tcb.kernels.paged_decode import plan_launches as plan_decode
+class Recorded:
+    """Stands in for a kernel that is started directly."""
 
+    def __init__(self, kernel, launches: list[Launch]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.launches.append(Launch(self.kernel, grid[0], arguments, constants))
+
+        return launch
+
+
+def record(processor: Processor, operation: str, fields: dict[str, Any]) -> list[Launch]:
+    """The launches of one call of an operation."""
+    launches: list[Launch] = []
+    facts = describe(processor)
+
+    def collect(planned, tensor):
+        launches.extend(planned)
+
+    # the package holds functions of these names: ask for the modules
+    names = "paged_attention", "paged_decode", "kv_write", "page_tables", "page_copy", "sampling"
+    modules = [import_module(f"tcb.kernels.{name}") for name in names]
+    with ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "start"):
+                stack.enter_context(patch.object(module, "start", collect))
+            if hasattr(module, "read_device"):
+                stack.enter_context(patch.object(module, "read_device", lambda *_: facts))
+        recorded = Recorded(modules[-1].sample_kernel, launches)
+        stack.enter_context(patch.object(modules[-1], "sample_kernel", recorded))
+        call(operation, **fields)
+    return launches
+
+
+def describe(processor: Processor) -> DeviceFacts:
+    return DeviceFacts(processor.device_class, processor.processors, processor.program_shared)
+
+
+def call(operation, *, dim=128, value_dim=0, heads=32, kv_heads=8, page_size=64, dtype="bfloat16",
+         window=None, softcap=None, sinks=False, groups=1, vocab=0):  # fmt: skip
+    """Call an operation for 64 sequences, or as many rows, tensors on the meta device."""
+    kernels = import_module("tcb.kernels")
     element = getattr(torch, dtype)
 
     def tensor(*shape, dtype=element):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    sequences, tokens, blocks, columns = 64, 4096, 512, 128
-    value_dim = value_dim or dim
-    caches = [tensor(blocks, page_size, kv_heads, width) for width in (dim, value_dim)]
-    table = tensor(sequences, columns, dtype=torch.int32)
-    lengths = tensor(sequences, dtype=torch.int32)
-    device = DeviceFacts(DEVICE_CLASS[arch], PROCESSORS[arch])
-    sink = tensor(heads) if sinks else None
-    has_softcap = softcap is not None
-    factors = softmax_factors(None, softcap, dim)
-    if kind in ("decode", "merge"):
-        query, out = tensor(sequences, heads, dim), tensor(sequences, heads, value_dim)
-        launches = plan_decode(
-            device, query, *caches, table, lengths, sink, out, window, has_softcap, None, factors
-        )
+    def integers(*shape, dtype=torch.int32):
+        return tensor(*shape, dtype=dtype)
+
+    widths = dim, value_dim or dim
+    caches = [tensor(BLOCKS, page_size, kv_heads, width) for width in widths]
+    new = [tensor(TOKENS, kv_heads, width) for width in widths]
+    table, lengths = integers(SEQUENCES, COLUMNS), integers(SEQUENCES)
+    starts, many = integers(SEQUENCES + 1), integers(SEQUENCES, dtype=torch.int64)
+    options = {"window": window, "softcap": softcap, "sinks": tensor(heads) if sinks else None}
+    if operation == "attention":
+        query = tensor(TOKENS, heads, dim)
+        kernels.paged_attention(query, *new, *caches, table, starts, lengths, **options)
+    elif operation == "decode":
+        query = tensor(SEQUENCES, heads, dim)
+        kernels.paged_decode(query, *caches, table, lengths, **options)
+    elif operation == "write_kv":
+        kernels.write_kv(*new, *caches, integers(TOKENS, dtype=torch.int64))
+    elif operation == "page_tables":
+        entries = groups * SEQUENCES
+        edits = integers(entries), integers(entries + 1), integers(entries)
+        slot = integers(groups, TOKENS, dtype=torch.int64)
+        tables = [integers(256, COLUMNS) for _ in range(groups)]
+        kernels.page_tables(tables, *edits, many, starts, lengths, page_size, slot=slot)
+    elif operation == "sample":
+        real = tensor(SEQUENCES, dtype=torch.float32)
+        numbers = dict.fromkeys(("temperature", "top_p", "min_p"), real)
+        numbers |= dict.fromkeys(("top_k", "seed", "position"), many)
+        do_sample = tensor(SEQUENCES, dtype=torch.bool)
+        kernels.sample(tensor(SEQUENCES, vocab), **numbers, do_sample=do_sample)
     else:
-        query, out = tensor(tokens, heads, dim), tensor(tokens, heads, value_dim)
-        new = [tensor(tokens, kv_heads, width) for width in (dim, value_dim)]
-        start = tensor(sequences + 1, dtype=torch.int32)
-        tensors = query, *new, *caches, table, start, lengths, sink, out
-        launches = plan_attention(device, *tensors, window, has_softcap, factors)
-    return list(launches)[kind in ("wide", "merge")]
+        pool, dense = tensor(BLOCKS, 65536), tensor(SEQUENCES, 65536)
+        arguments = {"copy": (pool, many, many), "gather": (pool, many, dense)}
+        arguments["scatter"] = dense, pool, many
+        getattr(kernels, operation)(*arguments[operation.removesuffix("_blocks")])
 
 
-def count(kernel) -> dict[str, int]:
-    """Registers, memory and instructions of a compiled kernel."""
-    threads = kernel.metadata.num_warps * kernel.metadata.warp_size
-    found = {"threads": threads, "shared": kernel.metadata.shared}
-    if "amdgcn" in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
-        found["spills"] = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])
-        found["MFMA"] = len(re.findall(r"v_mfma", text))
-        return found
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = run(tools / "cuobjdump", "-res-usage", file.name)
-        code = run(tools / "nvdisasm", "-c", file.name)
-    found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
-    found["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    for name in ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS"):
-        found[name] = len(re.findall(rf"\b{name}\b", code))
-    found["LDGSTS.128"] = len(re.findall(r"\bLDGSTS\S*\.128\b", code))
-    return found
+def plan(name: str, kind: str, **fields: Any) -> Launch:
+    """The launch of attention of this kind, for one of `PROCESSORS`."""
+    processor, operation = PROCESSORS[name], "decode" if kind == "decode" else "attention"
+    launches = record(processor, operation, fields)
+    return next(launch for launch in launches if find_tile(processor, launch)[0] == kind)
 
 
-def run(*command) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
+def find_tile(processor: Processor, launch: Launch) -> tuple[str, Tile | None]:
+    """The kind of a launch: wide, narrow or decode and its tile, or the name of its kernel."""
+    constants, name = launch.constants, launch.kernel.__name__.removesuffix("_kernel")
+    if "BLOCK_M" not in constants:
+        return name, None
+    facts, size = describe(processor), launch.arguments[0].element_size()
+    dim = max(constants["DIM"], constants["VALUE_DIM"])
+    wide, narrow = (
+        choose_tile(facts.name, kind, size, dim, constants["GROUP"], facts.shared)
+        for kind in ("wide", "narrow")
+    )
+    shape = constants["BLOCK_M"], constants["BLOCK_N"], constants["num_warps"]
+    is_wide = name == "paged_attention" and shape == tile_shape(wide)
+    assert is_wide or shape == tile_shape(narrow), f"{name}: expected {narrow}, got {shape}"
+    if is_wide:
+        return "wide", wide
+    return "decode" if name == "paged_decode" else "narrow", narrow
 
 
-def main(architectures: list[str]) -> None:
-    for arch in architectures:
-        driver.set_active(Driver(arch))
-        for kind, fields in ROWS:
-            launch = plan(arch, kind, **fields)
-            grid = (launch.programs,)
-            kernel = launch.kernel.warmup(*launch.arguments, grid=grid, **launch.constants)
-            row = {"arch": arch, "kind": kind, "fields": fields, **count(kernel)}
-            sys.stdout.write(json.dumps(row) + "\n")
+def compile_launch(processor: Processor, launch: Launch) -> dict[str, Any]:
+    """What a launch's machine code holds and, of attention, its tile and what the tile promises."""
+    constants = launch.constants
+    kernel = launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **constants)
+    found = count(kernel)
+    memory = found["registers"], found["threads"], found["shared"]
+    found["resident"] = count_resident(processor, *memory)
+    kind, tile = find_tile(processor, launch)
+    if tile is None:
+        return {"kind": kind, **found}
+    name, size = processor.device_class, launch.arguments[0].element_size()
+    widths = constants["DIM"], constants["VALUE_DIM"]
+    buffers = count_buffers(kernel, tile.keys)
+    ahead = found["resident"] * count_ahead(processor, buffers)
+    return {
+        "kind": kind,
+        "tile": [*tile_shape(tile), constants["num_stages"]],
+        "claimed": tile.residency if is_row(tile, name, size) else 1,
+        "shared_need": shared_need(name, tile, size, max(widths)),
+        "buffers": buffers,
+        "bytes_in_flight": ahead * tile.keys * sum(widths) * size,
+        **found,
+    }
+
+
+def tile_shape(tile: Tile) -> tuple[int, int, int]:
+    return tile.rows, tile.keys, tile.warps
+
+
+def is_row(tile: Tile, name: str, element_size: int) -> bool:
+    """Whether a tile is a row of the table as it stands, not one widened to hold many heads."""
+    kinds = ("wide", "narrow")
+    return any(tile == row for kind in kinds for _, row in list_rows(name, kind, element_size))
+
+
+def count_ahead(processor: Processor, buffers: list[int]) -> int:
+    """Tiles of keys and values on their way to a program even while it multiplies one.
+
+    Asynchronous copies of CUDA land in the buffers: all of them but the one that is being read. AMD
+    loads the next tile into registers, whatever the number of buffers behind them.
+    """
+    return min(buffers, default=1) - 1 if processor.is_cuda else 1
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        processor = PROCESSORS[name]
+        driver.set_active(Driver(name))
+        for operation, fields in ROWS:
+            head = {"arch": name, "operation": operation, "fields": fields}
+            launches = record(processor, operation, fields)
+            found = [head | compile_launch(processor, launch) for launch in launches]
+            sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
 
 

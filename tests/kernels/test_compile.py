@@ -1,7 +1,8 @@
-"""The attention kernels, compiled ahead of time for hardware that is not here.
+"""Every launch of the package, compiled ahead of time for hardware that is not here.
 
-No row spills registers or loads keys in less than 16 bytes, wide tiles multiply on the matrix units
-of their architecture, and as many programs fit a processor as the parts of a decode count on.
+No launch spills registers. Of attention, keys, values, queries and outputs move in 16 bytes, wide
+tiles multiply on the matrix units of their architecture, the pipeline is as deep as its row asks,
+and as many programs fit a processor as the row claims.
 """
 
 import json
@@ -11,18 +12,33 @@ import sys
 
 import pytest
 
-from tcb.kernels.tuning import DECODE_RESIDENCY
+from tcb.kernels.tuning import _FP32_TILES, _TILES, list_rows
 from tests.kernels import compile_rows
+from tests.kernels.compile_rows import ROWS
+from tests.kernels.machine_code import PROCESSORS
 
-# bytes of shared memory of a processor that programs can use, each less 1 KiB that the system takes
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-REGISTERS = 65536
-RESIDENCY = {"sm_80": 2, "sm_90": DECODE_RESIDENCY, "sm_100": DECODE_RESIDENCY}
+NORMAL = ("sm_80", "sm_90")
+UNITS = {"sm_80": "HMMA", "other": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
+UNITS |= dict.fromkeys(("gfx9", "gfx950"), "MFMA")
+# the kind of launch that an operation is named for
+MAIN_KIND = {"attention": "wide", **dict.fromkeys(("copy", "gather", "scatter"), "move_blocks")}
+# kinds of launch that move vectors, and the bits of their other loads and stores: ids, lengths and
+# sinks; slots; the parameters and results of a row; the partial maxima and sums of a decode
+SMALLER = {
+    **dict.fromkeys(("wide", "narrow"), (("32", "16"), ())),
+    "decode": (("32", "16"), ("32",)),
+    **dict.fromkeys(("write_kv", "move_blocks"), (("64",), ())),
+    "sample": (("64", "32", "8"), ("64", "32")),
+}
+# bandwidth times latency of an H200 is 29 KB a processor; twice that hides the jitter of both
+BYTES_IN_FLIGHT = 64 * 1024
+HOLDS_IN_FLIGHT = ("sm_80", "sm_90", "sm_100")
+HEAD_SIZES = (64, 128, 256)
 
 
 def show(row) -> str:
-    kind, fields = row
-    return "-".join([kind, *(f"{name}{value}" for name, value in fields.items())])
+    operation, fields = row
+    return "-".join([operation, *(f"{name}{value}" for name, value in fields.items())])
 
 
 @pytest.fixture(scope="module")
@@ -45,46 +61,167 @@ def compiled():
 def every_row(*architectures):
     return pytest.mark.parametrize(
         ("arch", "index"),
-        [(arch, index) for arch in architectures for index in range(len(compile_rows.ROWS))],
-        ids=[f"{arch}-{show(row)}" for arch in architectures for row in compile_rows.ROWS],
+        [(arch, index) for arch in architectures for index in range(len(ROWS))],
+        ids=[f"{arch}-{show(row)}" for arch in architectures for row in ROWS],
     )
 
 
-def check_cuda(row):
-    assert row["spills"] == 0, row
-    fields = row["fields"]
-    half = fields.get("dtype") != "float32"
-    if row["kind"] != "merge":
-        assert row["LDGSTS"] == row["LDGSTS.128"] > 0, row
-    # many query heads a key-value head make a tile of more rows: fewer fit, and need not
-    if row["kind"] == "decode" and half and fields.get("kv_heads") != 1:
-        programs = RESIDENCY[row["arch"]]
-        assert row["registers"] * row["threads"] * programs <= REGISTERS, row
-        assert (row["shared"] + 1024) * programs <= SHARED[row["arch"]], row
+def check_launch(launch):
+    processor = PROCESSORS[launch["arch"]]
+    assert launch["spills"] == launch["local"] == 0, launch
+    assert launch["shared"] <= processor.program_shared, launch
+    assert launch["resident"] >= 1, launch
+    if launch["kind"] in SMALLER:
+        check_widths(launch, processor.is_cuda)
+    if "tile" in launch:
+        check_tile(launch, processor)
+
+
+def check_widths(launch, is_cuda):
+    """Keys, values, queries, outputs and logits move 16 bytes at a time."""
+    loads, stores, copies = launch["loads"], launch["stores"], launch.get("copies", {})
+    smaller_loads, smaller_stores = SMALLER[launch["kind"]]
+    if is_cuda:
+        assert loads.get("128", 0) + copies.get("128", 0) > 0, launch
+        assert stores.get("128", 0) > 0 or launch["kind"] == "sample", launch
+        assert loads.keys() <= {"128", *smaller_loads}, launch
+        assert stores.keys() <= {"128", *smaller_stores}, launch
+        assert copies.keys() <= {"128"}, launch
     else:
-        assert row["registers"] * row["threads"] <= REGISTERS, row
-        assert row["shared"] + 1024 <= SHARED[row["arch"]], row
-    if row["kind"] == "wide" and half:
-        unit = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[row["arch"]]
-        assert row[unit] > 0, row
+        # waves of 64 threads share what warps of 32 do, and a lane of the matrix units owns four
+        # elements of a row of the output
+        assert loads.get("128", 0) > 0 or "tile" not in launch, launch
+        assert {"64", "128"} & loads.keys() and {"64", "128"} & stores.keys(), launch
+        assert loads.keys() <= {"64", "128", *smaller_loads}, launch
+        assert stores.keys() <= {"64", "128", *smaller_stores}, launch
 
 
-@every_row("sm_80", "sm_90")
+def check_tile(launch, processor):
+    """The tile of an attention launch: its memory, pipeline, matrix units and residency."""
+    half = launch["fields"].get("dtype") != "float32"
+    assert launch["shared"] <= launch["shared_need"], launch
+    # matrix units that read shared memory on their own keep one buffer more
+    asynchronous = launch.get("HGMMA", 0) + launch.get("UTCHMMA", 0) > 0
+    buffers = launch["buffers"]
+    assert buffers and len(buffers) % 2 == 0, launch
+    assert min(buffers) >= launch["tile"][3] - (not asynchronous), launch
+    if launch["kind"] == "wide" and half:
+        unit = UNITS[processor.device_class]
+        assert launch[unit] > 0, launch
+    if launch["kind"] == "decode" and half:
+        assert launch["resident"] >= launch["claimed"], launch
+        # a head of fewer elements than its block leaves a part of each copy out
+        is_full = launch["fields"]["dim"] in HEAD_SIZES
+        if launch["claimed"] > 1 and is_full and processor.device_class in HOLDS_IN_FLIGHT:
+            assert launch["bytes_in_flight"] >= BYTES_IN_FLIGHT, launch
+
+
+@every_row(*NORMAL)
 def test_machine_code(arch, index, compiled):
-    check_cuda(compiled(arch)[index])
+    check_row(compiled(arch)[index], ROWS[index][0])
 
 
 @pytest.mark.archs
-@every_row("sm_100")
-def test_machine_code_of_blackwell(arch, index, compiled):
-    check_cuda(compiled(arch)[index])
+@every_row(*(name for name in PROCESSORS if name not in NORMAL))
+def test_machine_code_of_further_architectures(arch, index, compiled):
+    check_row(compiled(arch)[index], ROWS[index][0])
 
 
-@pytest.mark.archs
-@every_row("gfx942")
-def test_machine_code_of_amd(arch, index, compiled):
-    row = compiled(arch)[index]
-    assert row["spills"] == 0, row
-    assert row["shared"] <= 64 * 1024, row
-    if row["kind"] == "wide" and row["fields"].get("dtype") != "float32":
-        assert row["MFMA"] > 0, row
+def check_row(launches, operation):
+    main_kind = MAIN_KIND.get(operation.removesuffix("_blocks"), operation)
+    assert main_kind in {launch["kind"] for launch in launches}, launches
+    for launch in launches:
+        assert launch["operation"] == operation, launch
+        check_launch(launch)
+
+
+# what a good launch may look like, and what makes it a bad one
+GOOD = {
+    "arch": "sm_90",
+    "operation": "decode",
+    "fields": {"dim": 128},
+    "kind": "decode",
+    "tile": [16, 64, 4, 3],
+    "claimed": 3,
+    "shared": 71680,
+    "shared_need": 107008,
+    "buffers": [2, 2],
+    "bytes_in_flight": 98304,
+    "registers": 112,
+    "spills": 0,
+    "local": 0,
+    "resident": 3,
+    "loads": {"32": 11, "128": 1},
+    "stores": {"32": 2, "128": 2},
+    "copies": {"128": 48},
+    "HGMMA": 0,
+    "HMMA": 32,
+    "UTCHMMA": 0,
+}
+WIDE = {"kind": "wide", "tile": [128, 64, 8, 3], "buffers": [3, 3], "HGMMA": 24}
+WIDE |= {"claimed": 1, "resident": 1, "stores": {"128": 8}}
+
+
+def test_a_good_launch_passes():
+    check_launch(GOOD)
+    check_launch(GOOD | WIDE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spills": 1},
+        {"local": 8},
+        {"shared": 228 * 1024},
+        {"shared_need": 71679},
+        {"resident": 2},
+        {"resident": 0, "claimed": 0},
+        {"bytes_in_flight": 65535},
+        {"buffers": [1, 1]},
+        {"buffers": [2, 1]},
+        {"buffers": []},
+        {"loads": {"32": 11, "64": 2}, "copies": {}},
+        {"copies": {"128": 48, "64": 1}},
+        {"copies": {}, "loads": {"32": 1}},
+        {"stores": {"32": 2, "16": 2}},
+        {"stores": {"32": 2}},
+        WIDE | {"HGMMA": 0},
+        WIDE | {"buffers": [3, 3, 2, 2]},
+    ],
+    ids=str,
+)
+def test_a_bad_launch_is_refused(change):
+    with pytest.raises(AssertionError):
+        check_launch(GOOD | change)
+
+
+def table_rows():
+    """(device class, kind, element size, largest head size) of each row but the interpreter's."""
+    for (name, kind), rows in _TILES.items():
+        if name != "interpreter":
+            yield from ((name, kind, 2, largest) for largest, _ in rows)
+    for kind, rows in _FP32_TILES.items():
+        yield from (("other", kind, 4, largest) for largest, _ in rows)
+
+
+@pytest.mark.parametrize("row", list(table_rows()), ids=str)
+def test_every_row_of_the_table_is_compiled(row):
+    name, kind, size, largest = row
+    assert name in {processor.device_class for processor in PROCESSORS.values()}
+    operations = ("attention",) if kind == "wide" else ("attention", "decode")
+    for operation in operations:
+        dims = compiled_dims(operation, size)
+        served = [first_row(name, kind, size, dim) for dim in dims]
+        assert largest in served, f"{operation}: no row of the compile gate takes {row}"
+
+
+def compiled_dims(operation, size):
+    """The head sizes, at 32 heads and eight for keys, at which the gate compiles an operation."""
+    for name, fields in ROWS:
+        half = fields.get("dtype") != "float32"
+        if name == operation and half == (size == 2) and fields.get("kv_heads", 8) == 8:
+            yield fields["dim"]
+
+
+def first_row(name, kind, size, dim):
+    return next(largest for largest, _ in list_rows(name, kind, size) if dim <= largest)
