@@ -26,16 +26,16 @@ def use_onednn(twin: nn.Module) -> None:
         return
     for module in twin.modules():
         plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-        if plain and module.weight.numel() >= _LARGE:
+        if plain and module.weight.is_cpu and module.weight.numel() >= _LARGE:
             module.__dict__["forward"] = partial(_forward, module)
 
 
-def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     """What `nn.Linear` returns; the weight is looked at each time, as it may have been replaced."""
     weight, bias = module.weight, module.bias
-    if _is_served(rows, weight) and (bias is None or bias.dtype is torch.float32):
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return F.linear(rows, weight, bias)
+    if _is_served(input, weight) and (bias is None or bias.dtype is torch.float32):
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return F.linear(input, weight, bias)
 
 
 def _is_served(rows: Tensor, weight: Tensor) -> bool:

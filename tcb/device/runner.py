@@ -147,9 +147,10 @@ class PagedBatch:
     ) -> Tensor:
         """Attention of one layer for all packed tokens.
 
-        query [tokens, heads, dim]   key, value [tokens, kv_heads, dim | value_dim]   sinks [heads]
-        or None returns [tokens, heads, value_dim]                                            Writes
-        the layer's cache.
+        query       [tokens, heads, dim]
+        key, value  [tokens, kv_heads, dim | value_dim]     sinks  [heads] or None
+
+        Returns [tokens, heads, value_dim]; writes the layer's cache.
         """
         cache, batch, group = self._cache, self._batch, self._group_of[layer]
         key_cache, value_cache = cache.key[layer], cache.value[layer]

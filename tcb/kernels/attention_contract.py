@@ -73,18 +73,28 @@ def check_attention(
     if out is not None:
         shape = tokens, heads, value_cache.shape[3]
         expect("out", out, shape, device=device, dtype=dtype)
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"query: expected a multiple of {kv_heads} (kv_heads) heads, got {heads}")
+    check_heads(heads, kv_heads)
+    check_window(window)
     if page_size < 1:
         raise ValueError(f"key_cache: expected a page size of at least 1, got {page_size}")
     if block_table.shape[1] < 1:
         raise ValueError("block_table: expected at least one column, got 0")
     expect_count("query", "elements a head", dim)
     expect_count("value_cache", "elements a head", value_cache.shape[3])
-    expect_count("query", "heads", heads)
     expect_count("query", "tokens times heads", tokens * heads, least=0)
     positions = block_table.shape[1] * page_size
     expect_count("block_table", "positions (columns times page_size)", positions)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Check that the query heads are shared out evenly."""
+    expect_count("query", "heads", heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"query: expected a multiple of {kv_heads} (kv_heads) heads, got {heads}")
+
+
+def check_window(window: int | None) -> None:
+    """Check that a query sees at least itself."""
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or at least 1, got {window}")
 

@@ -61,8 +61,8 @@ def page_tables(
                   where given
 
     `slot` and `block_tables` are written in place where given; `edit` and `slot` may be longer than
-    the batch: the surplus is not read, or ends in -1. Without `slot` the host waits for the number
-    of tokens, the last of `query_start`.
+    the batch: the surplus is not read, or ends in -1. Nothing is written past the end of a `slot`.
+    Without `slot` the host waits for the number of tokens, the last of `query_start`.
     Raises ValueError on a tensor whose shape, dtype, device or stride does not fit.
     """
     tensors = edit, edit_start, edit_page, row, query_start, context_len
@@ -226,7 +226,7 @@ def page_tables_kernel(
     start = 0
     while start < num_tokens:
         token = start + tl.arange(0, BLOCK_TOKENS)
-        live = token < num_tokens
+        live = (token < num_tokens) & (first + token < num_slots)
         position = context + token
         column = position // PAGE_SIZE % columns
         block = edited_entry(

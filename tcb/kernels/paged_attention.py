@@ -8,9 +8,12 @@ over the positions j that token t sees. Knows nothing of layers, caches' owners 
 import torch
 
 from tcb.kernels.attention_contract import (
+    DTYPES,
     Launch,
     block_width,
     check_attention,
+    check_heads,
+    check_window,
     shared_alignment,
     softmax_factors,
     start,
@@ -20,6 +23,10 @@ from tcb.kernels.dispatch import use_triton
 from tcb.kernels.tuning import choose_tile, read_device
 from tcb.kernels.work_list import BatchShape, WorkList, reserve
 from tcb.kernels.work_list import plan_launches as plan_list
+
+# programs of the grid for each processor of the device: more than run at once on any of them, so
+# that the hardware keeps each as full as it can; they take the tiles in turn, the longest first
+_PROGRAMS = 8
 
 
 def paged_attention(
@@ -113,12 +120,15 @@ def list_work(
 
     Tensors and options are those of `paged_attention`; of query and value only shapes and dtype
     count, so one list serves all layers of the same heads and the same window. None where torch
-    operations attend. Raises ValueError on a tensor that does not fit.
+    operations attend. Raises ValueError on a tensor or an option that does not fit.
     """
     expect_rank("query", query, 3, "[tokens, heads, dim]")
-    expect_rank("value", value, 3, "[tokens, kv_heads, value_dim]")
     expect_rank("context_len", context_len, 1, "[sequences]")
-    device, sequences = query.device, context_len.shape[0]
+    tokens, device, sequences = query.shape[0], query.device, context_len.shape[0]
+    expect("query", query, query.shape, device=device, dtype=DTYPES)
+    expect("value", value, (tokens, None, None), device=device, dtype=query.dtype)
+    check_heads(query.shape[1], value.shape[1])
+    check_window(window)
     expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
     expect("context_len", context_len, (sequences,), device=device, dtype=torch.int32)
     if not use_triton(query):
@@ -156,7 +166,9 @@ def plan_launches(
 
     dim, (kv_heads, value_dim) = query.shape[2], value_cache.shape[2:]
     shape, narrow, wide = choose_tiles(device, query, value, context_len, window, deterministic)
-    work = work_list or reserve(shape, query.device)
+    work = reserve(shape, query.device) if work_list is None else work_list
+    if not isinstance(work, WorkList):
+        raise ValueError(f"work_list: expected None or a WorkList, got {type(work).__name__}")
     if work.shape != shape:
         raise ValueError(f"work_list: expected one for {shape}, got one for {work.shape}")
     shares = [(narrow, *work.small())] if shape.small_rows else []
@@ -208,10 +220,9 @@ def plan_launches(
             *strides,
         )
         blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "ZONES": tile.zones}
-        # as many programs as run at once, however long the list gets
         yield Launch(
             paged_attention_kernel,
-            min(device.processors * tile.residency, item.shape[0] * kv_heads),
+            min(device.processors * _PROGRAMS, item.shape[0] * kv_heads),
             arguments,
             constants | blocks | tile.launch_options(),
         )

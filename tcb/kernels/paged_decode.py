@@ -111,7 +111,10 @@ def plan_launches(
     size = query.element_size(), max(dim, value_dim), group, device.shared
     tile = choose_tile(device.name, "narrow", *size)
     programs = sequences * kv_heads * -(-group // tile.rows)
-    splits = choose_splits(device.processors, programs) if num_splits is None else num_splits
+    if num_splits is None:
+        splits = choose_splits(device.processors, programs, tile.residency)
+    else:
+        splits = num_splits
     # at one split nothing is written to these
     rows = sequences * heads if splits > 1 else 1
     part_total = query.new_empty(rows, splits, value_dim, dtype=torch.float32)

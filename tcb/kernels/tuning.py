@@ -24,7 +24,7 @@ class Tile:
     zones: walk the keys that every row sees without masks, in loops of their own. Worth it where
     arithmetic counts; each more loop drains the pipeline once.
     residency: programs of a decode that a processor has the registers and the shared memory for at
-    once, where rows are those of the table; the compile gate holds the row to it.
+    once, where rows are those of the table; the compile gate holds rows of 2 bytes to it.
     """
 
     rows: int
@@ -137,12 +137,15 @@ _TILES: dict[tuple[str, str], tuple[tuple[int, Tile], ...]] = {
     ),
     # small enough for small cases to cross the edges of tiles
     ("interpreter", "wide"): ((256, _wide(32, 32)),),
-    ("interpreter", "narrow"): ((256, Tile(16, 32)),),
+    ("interpreter", "narrow"): ((256, _narrow(16, 32)),),
 }
 # products of fp32 run on the plain units: their instructions are what costs, and their code size
 _FP32_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "wide": ((128, Tile(32, 32, 8, 2)), (256, Tile(16, 16, 4, 2))),
-    "narrow": ((128, Tile(16, 32, 8, 2)), (256, Tile(16, 16, 4, 2))),
+    "narrow": (
+        (128, _narrow(16, 32, 8, 2, residency=2)),
+        (256, _narrow(16, 16, 4, 2, residency=2)),
+    ),
 }
 _CUDA_CLASSES = {
     **dict.fromkeys((80, 87), "sm_80"),

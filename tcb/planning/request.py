@@ -157,11 +157,13 @@ def end_tokens(value: Any) -> frozenset[int]:
     plain = value.tolist() if hasattr(value, "tolist") else value
     plain = [] if plain is None else plain
     several = isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping)
-    ids = [_plain_integer("eos_token_id", token) for token in (plain if several else [plain])]
+    accepted = "an integer, integers, None"
+    tokens = plain if several else [plain]
+    ids = [_plain_integer("eos_token_id", token, accepted) for token in tokens]
     return frozenset(token for token in ids if token >= 0)
 
 
-def _plain_integer(name, token):
+def _plain_integer(name, token, accepted="integers"):
     """The integer that a token id stands for; `item` opens scalars of arrays."""
     try:
         plain = token.item() if hasattr(token, "item") else token
@@ -170,7 +172,7 @@ def _plain_integer(name, token):
         return index(plain)
     except (TypeError, ValueError, RuntimeError):
         shown = f"{token!r} of type {type(token).__name__}"
-        raise ValueError(f"{name} is {shown:.200}; accepted: integers") from None
+        raise ValueError(f"{name} is {shown:.200}; accepted: {accepted}") from None
 
 
 def _is_integer(value):

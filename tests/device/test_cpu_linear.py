@@ -52,6 +52,13 @@ def test_few_rows_go_to_onednn(bias, shape, calls):
     assert len(calls) == 1
 
 
+def test_rows_may_be_a_keyword_as_with_any_linear_layer(calls):
+    made, rows = layer(), torch.randn(3, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(made(input=rows), made(rows))
+    assert len(calls) == 2
+
+
 def test_rows_may_be_a_view(calls):
     assert_is_product(layer(), torch.randn(9, 2 * WIDTH)[::2, 1::2])
     assert len(calls) == 1

@@ -118,6 +118,31 @@ def test_no_sequence(device):
     assert attend(replace(problem, **none), SMALL).shape == (0, 4, 16)
 
 
+@pytest.mark.parametrize(("name", "residency"), [("sm_80", 2), ("sm_90", 3)])
+def test_parts_fill_the_programs_that_a_processor_holds(name, residency, device):
+    case = decode(320, 320, heads=8, kv_heads=2, dim=64, dtype=HALF)
+    problem = build(case, device)
+    parts = next(
+        plan_launches(
+            DeviceFacts(name, 16),
+            problem.query,
+            problem.key_cache,
+            problem.value_cache,
+            problem.block_table,
+            problem.context_len,
+            None,
+            torch.empty_like(problem.query),
+            None,
+            False,
+            None,
+            softmax_factors(None, None, case.dim),
+        )
+    )
+    # two sequences of two key-value heads
+    assert parts.constants["MAX_SPLITS"] == 16 * residency // 4
+    assert parts.programs == 16 * residency
+
+
 def test_parts_cover_what_the_window_leaves(device):
     # tiles of 32 keys: the window leaves four
     case = decode(320, window=128, num_splits=4, heads=2, kv_heads=1)

@@ -170,6 +170,35 @@ def test_wrong_tensors_are_refused_by_name(name, device):
         list_work(**tensors | {name: tensors[name][None]})
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", {"query": torch.zeros(4, 3, 16), "value": torch.zeros(4, 2, 16)}),
+        ("query", {"query": torch.zeros(4, 2, 16), "value": torch.zeros(4, 0, 16)}),
+        ("query", {"query": torch.zeros(4, 2, 16, dtype=torch.int64)}),
+        ("value", {"query": torch.zeros(4, 2, 16), "value": torch.zeros(5, 2, 16)}),
+        ("value", {"query": torch.zeros(4, 2, 16), "value": torch.zeros(4, 2, 16).half()}),
+        ("window", {"window": 0}),
+    ],
+)
+def test_wrong_shapes_and_options_are_refused_by_name(name, change, device):
+    names = "query", "value", "query_start", "context_len"
+    fitting = dict(zip(names, lengths_of(build(CASE, device)), strict=True))
+    moved = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value
+        for key, value in change.items()
+    }
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        list_work(**fitting | moved)
+
+
+@pytest.mark.parametrize("work_list", ["all", 1, torch.zeros(3, 2)])
+def test_what_is_no_list_is_refused(work_list, device):
+    problem = build(CASE, device)
+    with pytest.raises(ValueError, match=r"^work_list: expected None or a WorkList, got"):
+        next(launches_of(problem, work_list))
+
+
 def test_torch_operations_need_no_list(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert list_work(*lengths_of(build(CASE, torch.device("cpu")))) is None
