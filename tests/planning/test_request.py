@@ -199,5 +199,6 @@ def test_end_tokens(value, ids):
 
 @pytest.mark.parametrize("value", ["x", "12", True, [1, False], 2.0, [None], {"a": 1}, [[1]], b"1"])
 def test_what_names_no_end_token_is_refused(value):
-    with pytest.raises(ValueError, match=r"eos_token_id is .* of type \w+; accepted: an integer, integers, None"):
+    message = r"eos_token_id is .* of type \w+; accepted: an integer, integers, None"
+    with pytest.raises(ValueError, match=message):
         end_tokens(value)
