@@ -118,13 +118,13 @@ def run_lane(lane: Lane, record: Path) -> None:
         shared = {key: last[key] for key in ("unit", "part", "name") if key in last}
         if last["state"] in ("begun", "partial"):
             error = f"the process ended with {code}: {said[-1500:]}"
-            _append(record, {**shared, "state": "failed", "error": error})
+            append(record, {**shared, "state": "failed", "error": error})
         progressed = any(line["state"] == "begun" for line in lines[before:])
         if not progressed:
             part = lane.parts[-1]
             error = f"the process ended with {code} between units: {said[-1500:]}"
             line = {"unit": f"{part}: process", "part": part, "name": "process"}
-            _append(record, {**line, "state": "failed", "error": error})
+            append(record, {**line, "state": "failed", "error": error})
             return
 
 
@@ -170,7 +170,7 @@ def _fault(unit: Record) -> str | None:
 
 
 def read(path: Path) -> list[Record]:
-    """The lines recorded so far; a line that was cut off by the end of its process is left out."""
+    """The lines recorded so far, without blank ones and those cut off by the end of a process."""
     lines = path.read_text().splitlines() if path.exists() else []
     whole = []
     for line in lines:
@@ -181,8 +181,8 @@ def read(path: Path) -> list[Record]:
     return whole
 
 
-def _append(path: Path, line: Record) -> None:
-    # begins a line of its own, whatever the process left
+def append(path: Path, line: Record) -> None:
+    """Record a line of its own, whatever a process left behind at the end of the file."""
     with path.open("a") as file:
         file.write("\n" + json.dumps(line) + "\n")
 

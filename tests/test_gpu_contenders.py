@@ -91,6 +91,12 @@ def test_contenders_that_run_on_a_cpu_agree(name, workload):
         assert_same(call(), dense(workload, tensors))
 
 
+@pytest.mark.parametrize("name", ["tcb, shared list", "tcb, batch-invariant"])
+def test_contenders_that_need_the_kernels_say_so_where_torch_stands_in(name):
+    with pytest.raises(contenders.CannotRun, match="torch operations"):
+        contenders.CONTENDERS[name](MIXED, build(MIXED, CPU))
+
+
 def varlen(query, keys, values, query_start, key_start, window_left):
     """Attention of packed sequences as FlashAttention defines it: causal, bottom-right."""
     window = None if window_left in (None, -1) else window_left + 1

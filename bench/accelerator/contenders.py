@@ -5,7 +5,6 @@ the reason. Comparators without pages get the keys laid out contiguously beforeh
 knows how each is called, and no clock.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -18,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.accelerator.machine import side_stream
 from bench.accelerator.workloads import Tensors, Workload
-from tcb.kernels import paged_attention, paged_decode
+from tcb.kernels import list_work, paged_attention, paged_decode
 from tcb.kernels.dispatch import is_interpreting
 
 Call = Callable[[], Tensor]
@@ -49,9 +48,8 @@ def tcb(workload: Workload, tensors: Tensors, chunk_options: dict[str, Any] | No
 
 def tcb_shared_list(workload: Workload, tensors: Tensors) -> Call:
     """As the layers of a group call behind the first: the list of tiles is made already."""
-    list_work = getattr(import_module("tcb.kernels.paged_attention"), "list_work", None)
-    if list_work is None or not workload.num_chunks:
-        raise CannotRun("no chunks, or kernels without a list of tiles")
+    if not workload.num_chunks:
+        raise CannotRun("no chunks: nothing is listed")
     chunks = slice(workload.num_decodes, None)
     work_list = list_work(
         tensors.query[chunks],
@@ -60,6 +58,8 @@ def tcb_shared_list(workload: Workload, tensors: Tensors) -> Call:
         tensors.context_len[chunks],
         window=workload.window,
     )
+    if work_list is None:
+        raise CannotRun("torch operations take no list")
     return tcb(workload, tensors, chunk_options={"work_list": work_list})
 
 
@@ -89,7 +89,7 @@ def tcb_overlapped(workload: Workload, tensors: Tensors) -> Call:
 def tcb_batch_invariant(workload: Workload, tensors: Tensors) -> Call:
     """`paged_attention` with `deterministic=True` for all, as the engine calls it then."""
     if not takes_deterministic():
-        raise CannotRun("paged_attention takes no `deterministic` here")
+        raise CannotRun("torch operations are not `deterministic`")
     return partial(
         _chunks(workload, tensors, torch.empty_like(tensors.query), 0), deterministic=True
     )
@@ -97,8 +97,7 @@ def tcb_batch_invariant(workload: Workload, tensors: Tensors) -> Call:
 
 def takes_deterministic() -> bool:
     """Whether bits can be asked for that do not depend on the batch; torch operations have none."""
-    known = "deterministic" in inspect.signature(paged_attention).parameters
-    return known and (torch.accelerator.is_available() or is_interpreting())
+    return torch.accelerator.is_available() or is_interpreting()
 
 
 def torch_flash(workload: Workload, tensors: Tensors) -> Call:

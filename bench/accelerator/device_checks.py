@@ -180,7 +180,7 @@ def invariance_checks(device: torch.device, small: bool) -> Iterator[tuple[str, 
 def _invariance(window: int | None, device: torch.device, small: bool) -> Check:
     def check() -> dict[str, Any]:
         if not takes_deterministic():
-            return {"skipped": "paged_attention takes no `deterministic` here"}
+            return {"skipped": "torch operations are not `deterministic`"}
         shape = {"heads": 4, "kv_heads": 2, "dim": 16 if small else 128, "page_size": 16}
         shape |= {"dtype": HALF if small else BRAIN, "window": window}
         chunks = ((64, 1), (0, 20)) if small else ((4000, 1), (0, 330), (160, 200), (5, 1))

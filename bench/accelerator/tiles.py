@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from bench.accelerator.units import facts
 from bench.accelerator.workloads import WORKLOADS, Workload, build, needed_bytes, reduced
 from bench.environment import store
 from tcb.kernels.tuning import Tile, choose_tile, read_device, shared_need
+from tests.kernels.machine_code import PROCESSORS, count_resident
 
 Record = dict[str, Any]
 
@@ -41,6 +42,16 @@ _ROUNDS = 9
 # a smaller gain is noise: the tile in the table stays
 _WORTH = 0.02
 JIT_KERNELS = "tcb.kernels.paged_attention_kernel", "tcb.kernels.paged_decode_kernel"
+DECODE_KERNEL = "paged_decode_kernel"
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A tile under measurement, what its kernels use, and whether it is the row of the table."""
+
+    tile: Tile
+    is_row: bool
+    usages: list[Record] = field(default_factory=list)
 
 
 def tune(kinds: list[str], dtypes: list[str], dims: list[int], small: bool, folder: Path) -> int:
@@ -65,28 +76,38 @@ def tune(kinds: list[str], dtypes: list[str], dims: list[int], small: bool, fold
 def time_tiles(
     kind: str, dtype: torch.dtype, dim: int, device: torch.device, small: bool
 ) -> Record:
-    """Times of every candidate for one row of the table, and the best of them."""
+    """Times of every candidate for one row of the table, and the best of them.
+
+    A candidate runs with the residency that its compiled decode has, and is named with it. Where
+    no compiler tells (the interpreter, devices of no known class) that is 1: the compile gate has
+    the right one.
+    """
     workload = replace(_WORKLOADS[kind], dim=dim)
     workload = replace(reduced(workload), sequences=((40, 1), (33, 1))) if small else workload
     if kind == "wide" and small:
         workload = replace(workload, sequences=((0, 40),))
-    candidates = list(tiles(kind, workload, dtype, device, small))
+    # the row of the table keeps its own residency
+    candidates = [
+        Candidate(tile, is_row=place == 0)
+        for place, tile in enumerate(tiles(kind, workload, dtype, device, small))
+    ]
     count = timings.sets_for(workload.bytes_moved(dtype.itemsize), needed_bytes(workload), device)
     if not count:
         return {"skipped": "memory", "best": None, "tiles": {}}
     sets = [build(workload, device, dtype, seed) for seed in range(count)]
-    usages: dict[str, list[Record]] = {described(tile): [] for tile in candidates}
     prepared = {
-        described(tile): lambda tensors, tile=tile: _with_tile(
-            tcb(workload, tensors), kind, tile, usages[described(tile)]
+        str(place): lambda tensors, candidate=candidate: _with_tile(
+            tcb(workload, tensors), kind, candidate
         )
-        for tile in candidates
+        for place, candidate in enumerate(candidates)
     }
-    results = timings.race(prepared, sets, device, 1 if small else _ROUNDS)
-    for label, result in results.items():
-        result["resources"] = usages[label]
+    raced = timings.race(prepared, sets, device, 1 if small else _ROUNDS)
+    results = {
+        described(kind, candidate.tile): result | {"resources": candidate.usages}
+        for candidate, result in zip(candidates, raced.values(), strict=True)
+    }
     usable = {label: r["us"] for label, r in results.items() if "us" in r and _is_right(r)}
-    best, first = min(usable, key=usable.get, default=None), described(candidates[0])
+    best, first = min(usable, key=usable.get, default=None), next(iter(results))
     if first in usable and usable[best] > (1 - _WORTH) * usable[first]:
         best = first
     gain = round(usable[first] / usable[best], 3) if first in usable else None
@@ -98,21 +119,22 @@ def time_tiles(
 def tiles(
     kind: str, workload: Workload, dtype: torch.dtype, device: torch.device, small: bool
 ) -> Iterator[Tile]:
-    """The tile in the table, then every other one that may fit the device."""
+    """The tile in the table, then every other one that may fit the device, of residency 1."""
     known, dim = read_device(device.type, device.index), workload.dim
     group = workload.heads // workload.kv_heads
     present = choose_tile(known.name, kind, dtype.itemsize, dim, group, known.shared)
     yield present
+    base = replace(present, residency=1)
     shapes = _REDUCED_SHAPES if small else _SHAPES
     for rows, keys, warps, stages in itertools.product(*shapes[kind]):
         if kind == "narrow":
             rows = max(rows, 1 << (group - 1).bit_length())
-        tile = replace(present, rows=rows, keys=keys, warps=warps, stages=stages)
+        tile = replace(base, rows=rows, keys=keys, warps=warps, stages=stages)
         fits = rows * max(keys, dim) <= warps * _SCORES_A_WARP and (
             known.shared is None
             or shared_need(known.name, tile, dtype.itemsize, dim) <= known.shared
         )
-        if tile != present and fits:
+        if fits and replace(tile, residency=present.residency) != present:
             yield tile
 
 
@@ -139,16 +161,21 @@ def forced(kind: str, tile: Tile) -> Iterator[None]:
             module.choose_tile = choose_tile
 
 
-def _with_tile(call: Call, kind: str, tile: Tile, usages: list[Record]) -> Call:
+def _with_tile(call: Call, kind: str, candidate: Candidate) -> Call:
     """The call with this tile; it adds what newly compiled kernels use, and refuses spills."""
+    usages = candidate.usages
 
     def run() -> torch.Tensor:
         before = _kernels()
-        with forced(kind, tile):
+        with forced(kind, candidate.tile):
             out = call()
-        usages.extend(_usage(kernel) for key, kernel in _kernels().items() if key not in before)
+        name = read_device(out.device.type, out.device.index).name
+        new = [kernel for key, kernel in _kernels().items() if key not in before]
+        usages.extend(read_usage(kernel, name) for kernel in new)
         if any(usage["spills"] for usage in usages):
             raise RuntimeError(f"spills: {usages}")
+        if new and not candidate.is_row:
+            candidate.tile = with_residency(candidate.tile, usages)
         return out
 
     return run
@@ -164,22 +191,37 @@ def _kernels() -> dict[int, Any]:
     return found
 
 
-def _usage(kernel: Any) -> Record:
+def read_usage(kernel: Any, name: str) -> Record:
+    """What a compiled kernel takes, and how many programs a processor of this class holds."""
+    registers, shared = kernel.n_regs, kernel.metadata.shared
+    threads = kernel.metadata.num_warps * kernel.metadata.warp_size
+    known = (p for p in PROCESSORS.values() if p.device_class == name != "other")
+    processor = next(known, None)
     return {
         "kernel": kernel.metadata.name,
-        "registers": kernel.n_regs,
+        "registers": registers,
         "spills": kernel.n_spills,
-        "shared": kernel.metadata.shared,
+        "shared": shared,
+        "resident": processor and count_resident(processor, registers, threads, shared),
     }
 
 
-def described(tile: Tile) -> str:
+def with_residency(tile: Tile, usages: list[Record]) -> Tile:
+    """The tile with as many programs as a processor holds of each of its compiled decodes."""
+    decodes = [usage for usage in usages if usage["kernel"] == DECODE_KERNEL]
+    counts = [usage["resident"] or 1 for usage in decodes]
+    return replace(tile, residency=min(counts, default=tile.residency))
+
+
+def described(kind: str, tile: Tile) -> str:
     """A tile as the table writes it."""
     shape = f"{tile.rows}, {tile.keys}, {tile.warps}, {tile.stages}"
-    options = "".join(f", {name}={value}" for name, value in tile.options.items())
     if tile.zones:
+        options = "".join(f", {name}={value}" for name, value in tile.options.items())
         return f"_wide({shape}{options})"
-    return f"Tile({shape}{f', options={tile.options}' if tile.options else ''})"
+    if kind == "narrow":
+        return f"_narrow({shape}, residency={tile.residency})"
+    return f"Tile({shape})"
 
 
 def _is_right(result: Record) -> bool:

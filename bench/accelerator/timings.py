@@ -66,7 +66,10 @@ def rotation(count: int, traffic: int, device: torch.device) -> Record:
 def race(
     prepared: dict[str, Prepare], sets: list[Any], device: torch.device, rounds: int
 ) -> Record:
-    """Seconds of every contender, in turn; or why it cannot run. The first one is the reference."""
+    """Seconds of every contender, in turn; or why it cannot run. The first one is the reference.
+
+    A contender that cannot run has `raised` where that is an error and no way it lacks.
+    """
     results: dict[str, Record] = {}
     replays: dict[str, tuple[Call, int]] = {}
     reference = None
@@ -83,7 +86,8 @@ def race(
         except CannotRun as reason:
             results[name] = {"cannot": str(reason)}
         except Exception as error:
-            results[name] = {"cannot": f"{type(error).__name__}: {_first_line(error)}"}
+            text = f"{type(error).__name__}: {_first_line(error)}"
+            results[name] = {"cannot": text, "raised": True}
             # a device that no longer answers ends this unit here
             machine.synchronize(device)
     times: dict[str, list[float]] = {name: [] for name in replays}
@@ -140,17 +144,19 @@ def summary(contenders: Record, floor_us: float) -> Record:
 
 
 def faults(record: Record) -> list[str]:
-    """What is wrong with a record: we could not run, or results differ by more than bf16 explains.
+    """What is wrong with a record: one of ours failed, or results differ more than bf16 explains.
 
     Two attentions of bf16 operands differ by a few roundings of 2^-9 relative to their norm; 2 %
     is a different function.
     """
     contenders = record.get("contenders", {})
-    own = contenders.get("tcb", {})
-    found = [f"tcb: {own['cannot']}"] if "cannot" in own else []
-    if (own.get("no_graph") or "").startswith(machine.NOT_CAPTURABLE):
-        found.append(f"tcb: {own['no_graph']}")
+    found = []
     for name, result in contenders.items():
+        is_own = name.startswith("tcb")
+        if is_own and result.get("raised"):
+            found.append(f"{name}: {result['cannot']}")
+        if is_own and (result.get("no_graph") or "").startswith(machine.NOT_CAPTURABLE):
+            found.append(f"{name}: {result['no_graph']}")
         distance = result.get("difference")
         if distance is not None and not (isinstance(distance, float) and distance < 0.02):
             found.append(f"{name} differs from tcb: {distance}")

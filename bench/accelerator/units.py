@@ -5,7 +5,6 @@ knows which units there are, and not what becomes of their records.
 """
 
 import argparse
-import json
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from bench.accelerator import (
     workloads,
 )
 from bench.environment import describe
+from bench.gpu import append, read
 
 Record = dict[str, Any]
 # a unit gets its seconds and a way to keep a record before its end
@@ -95,7 +95,7 @@ def run(
         if f"{part}: {name}" in begun:
             continue
         left = end - time.time()
-        write = partial(_append, path, {"unit": f"{part}: {name}", "part": part, "name": name})
+        write = partial(_write, path, {"unit": f"{part}: {name}", "part": part, "name": name})
         write(state="begun")
         if left <= 0:
             write(state="out of time")
@@ -118,20 +118,12 @@ def run(
         machine.release_memory(device)
 
 
-def read(path: Path) -> list[Record]:
-    """The lines that were recorded so far."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def _keep(write: Callable[..., None], record: Record) -> None:
     write(state="partial", record=record)
 
 
-def _append(path: Path, shared: Record, **more: Any) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(shared | more) + "\n")
+def _write(path: Path, shared: Record, **more: Any) -> None:
+    append(path, shared | more)
 
 
 def _since(start: float) -> float:
@@ -176,7 +168,7 @@ def main() -> None:
         found = facts(device, "timings" in given.parts)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
-    _append(given.record, {"state": "facts", "unit": "", "record": found})
+    append(given.record, {"state": "facts", "unit": "", "record": found})
     for part in given.parts:
         run(part, tuple(given.share), given.record, given.end, given.reduced, device)
 
