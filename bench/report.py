@@ -34,12 +34,14 @@ def read(folder: Path = RESULTS) -> dict[str, Result]:
 
 def tables(results: dict[str, Result]) -> str:
     """Return all tables as markdown."""
-    serving = {name: result for name, result in results.items() if result.get("kind") == "serve"}
-    equality = {
-        name: result for name, result in results.items() if result.get("kind") == "equality"
-    }
+    kinds: dict[str, dict[str, Result]] = {}
+    for name, result in results.items():
+        kinds.setdefault(result.get("kind", ""), {})[name] = result
     planning = results.get("planning")
-    parts = [_serving(serving), _equality(equality)]
+    parts = [_serving(kinds.get("serve", {}))]
+    if "bare" in kinds:
+        parts.append(_bare(kinds["bare"]))
+    parts.append(_equality(kinds.get("equality", {})))
     if planning:
         parts.append(_planning(planning))
     if "compile" in results:
@@ -106,6 +108,25 @@ def _agreement(result: Result, systems: Iterable[Result]) -> str:
     if None in counts:
         return "not compared"
     return f"{', '.join(map(str, counts))} of {result['workload']['requests']}"
+
+
+def _bare(results: dict[str, Result]) -> str:
+    """One row a file: what the forward passes alone, without attention, would allow."""
+    header = ("tokens/s: model, workload", "tcb", "the bare model", "tcb / bare", "file")
+    rows = []
+    for name, result in results.items():
+        speeds, workload = result["tokens_per_second"], result["workload"]
+        rows.append(
+            (
+                f"{result['model']}, {workload['requests']} prompts of"
+                f" {result['prompt_tokens'] // workload['requests']}, {workload['new_tokens']} new",
+                f"{speeds['tcb']:,.0f}",
+                f"{speeds['bare']:,.0f}",
+                f"{speeds['tcb'] / speeds['bare']:.0%}",
+                _file(name, result),
+            )
+        )
+    return _markdown(header, rows)
 
 
 def _equality(results: dict[str, Result]) -> str:

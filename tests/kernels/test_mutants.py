@@ -1,9 +1,10 @@
-"""Seeded bugs in the attention kernels, each of which the value tests must catch.
+"""Seeded bugs in the kernels of attention and block tables, each of which value tests must catch.
 
 A mutant is a copy of the package with one line changed, tested in a process of its own.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TILE, CHUNKS, DECODE = "attention_tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
-LIST = "work_list_kernel.py"
+LIST, PAGES = "work_list_kernel.py", "page_tables.py"
 # name: (file, what stands there, what stands there in the mutant)
 MUTANTS = {
     "values of dead rows are read": (
@@ -91,6 +92,50 @@ MUTANTS = {
         "parts = tl.maximum(tl.cdiv(tiles, tiles_per_part), 1)",
         "parts = tl.cdiv(tiles, tiles_per_part)",
     ),
+    "edits begin at a page, not at its column": (
+        PAGES,
+        "edit_column = tl.load(edit_page_ptr + entry) % columns",
+        "edit_column = tl.load(edit_page_ptr + entry)",
+    ),
+    "edits of another group's sequence": (
+        PAGES,
+        "entry = group * num_sequences + sequence",
+        "entry = sequence * GROUPS + group",
+    ),
+    "many edits begin anew": (
+        PAGES,
+        "index = start + tl.arange(0, BLOCK_EDITS)",
+        "index = tl.arange(0, BLOCK_EDITS)",
+    ),
+    "edits are not seen before they are written": (
+        PAGES,
+        "return tl.where(is_new, new, kept)",
+        "return kept",
+    ),
+    "padding sees the first row": (
+        PAGES,
+        "    is_live = row >= 0\n",
+        "    row = tl.maximum(row, 0)\n    is_live = row >= 0\n",
+    ),
+    "groups of slots lie side by side": (
+        PAGES,
+        "group.to(tl.int64) * stride_slot_group",
+        "group.to(tl.int64) * num_slots",
+    ),
+    "slots of no token begin one late": (
+        PAGES,
+        "        start = first\n",
+        "        start = first + 1\n",
+    ),
+}
+# file: (test modules, which of their tests, what stands in the report when one is wrong)
+ATTENTION = "values or beyond", "AssertionError: error"
+TESTS = {
+    CHUNKS: (["paged_attention"], *ATTENTION),
+    LIST: (["paged_attention"], *ATTENTION),
+    DECODE: (["paged_decode"], *ATTENTION),
+    TILE: (["paged_attention", "paged_decode"], *ATTENTION),
+    PAGES: (["page_tables"], "triton", "E +(AssertionError: )?assert "),
 }
 
 
@@ -105,13 +150,11 @@ def test_a_seeded_bug_is_caught(name, tmp_path):
     source = path.read_text()
     assert source.count(sound) == 1, f"{file} has {source.count(sound)} lines {sound!r}"
     path.write_text(source.replace(sound, broken))
-    tests = {CHUNKS: ["attention"], LIST: ["attention"], DECODE: ["decode"]}.get(
-        file, ["attention", "decode"]
-    )
-    tests = [f"tests/kernels/test_paged_{name}.py" for name in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "values or beyond", *tests]
+    modules, chosen, sign = TESTS[file]
+    tests = [f"tests/kernels/test_{module}.py" for module in modules]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", chosen, *tests]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     # reads outside the pool can end the process: a catch too. A kernel that does not run is none.
-    caught = result.returncode < 0 or "AssertionError: error" in result.stdout
+    caught = result.returncode < 0 or re.search(sign, result.stdout)
     assert caught or "not finite" in result.stdout, result.stdout[-2000:]

@@ -209,6 +209,24 @@ MUTANTS = (
     ),
     # state
     Mutant(
+        "known tokens from inside the prompt lack the first generated ones",
+        "state.py",
+        "self.generated[max(start - prompt, 0) :",
+        "self.generated[start - prompt :",
+    ),
+    Mutant(
+        "known tokens to inside the prompt go on with generated ones",
+        "state.py",
+        ": max(end - prompt, 0)]",
+        ": end - prompt]",
+    ),
+    Mutant(
+        "a generated page is found a page late",
+        "state.py",
+        "(sequence.indexed + 1) * state.page_size - sequence.num_prompt",
+        "(sequence.indexed + 2) * state.page_size - sequence.num_prompt",
+    ),
+    Mutant(
         "a page is found before its last token is computed",
         "state.py",
         "full = min(sequence.computed, sequence.num_known) // state.page_size",
