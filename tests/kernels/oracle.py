@@ -69,6 +69,20 @@ class Problem:
     expected: torch.Tensor
     tolerance: float
 
+    @property
+    def chunks(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of `paged_attention`, in its order."""
+        return (
+            self.query,
+            self.key,
+            self.value,
+            self.key_cache,
+            self.value_cache,
+            self.block_table,
+            self.query_start,
+            self.context_len,
+        )
+
 
 def score(query, keys, case, dtype):
     """Scores [heads, tokens, length] in `dtype`, softcap included, before any mask."""

@@ -70,14 +70,7 @@ MASKS = [
 
 def attend(problem, case, **options):
     return paged_attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.key_cache,
-        problem.value_cache,
-        problem.block_table,
-        problem.query_start,
-        problem.context_len,
+        *problem.chunks,
         window=case.window,
         softcap=case.softcap,
         sinks=problem.sinks,

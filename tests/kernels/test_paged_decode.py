@@ -118,37 +118,9 @@ def test_no_sequence(device):
     assert attend(replace(problem, **none), SMALL).shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize(("name", "residency"), [("sm_80", 2), ("sm_90", 3)])
-def test_parts_fill_the_programs_that_a_processor_holds(name, residency, device):
-    case = decode(320, 320, heads=8, kv_heads=2, dim=64, dtype=HALF)
-    problem = build(case, device)
-    parts = next(
-        plan_launches(
-            DeviceFacts(name, 16),
-            problem.query,
-            problem.key_cache,
-            problem.value_cache,
-            problem.block_table,
-            problem.context_len,
-            None,
-            torch.empty_like(problem.query),
-            None,
-            False,
-            None,
-            softmax_factors(None, None, case.dim),
-        )
-    )
-    # two sequences of two key-value heads
-    assert parts.constants["MAX_SPLITS"] == 16 * residency // 4
-    assert parts.programs == 16 * residency
-
-
-def test_parts_cover_what_the_window_leaves(device):
-    # tiles of 32 keys: the window leaves four
-    case = decode(320, window=128, num_splits=4, heads=2, kv_heads=1)
-    problem = build(case, device)
-    launches = plan_launches(
-        DeviceFacts("interpreter", 4),
+def launches_of(problem, case, facts):
+    return plan_launches(
+        facts,
         problem.query,
         problem.key_cache,
         problem.value_cache,
@@ -161,7 +133,23 @@ def test_parts_cover_what_the_window_leaves(device):
         case.num_splits,
         softmax_factors(None, None, case.dim),
     )
-    parts = next(launches)
+
+
+@pytest.mark.parametrize(("name", "residency"), [("sm_80", 2), ("sm_90", 3)])
+def test_parts_fill_the_programs_that_a_processor_holds(name, residency, device):
+    case = decode(320, 320, heads=8, kv_heads=2, dim=64, dtype=HALF)
+    problem = build(case, device)
+    parts = next(launches_of(problem, case, DeviceFacts(name, 16)))
+    # two sequences of two key-value heads
+    assert parts.constants["MAX_SPLITS"] == 16 * residency // 4
+    assert parts.programs == 16 * residency
+
+
+def test_parts_cover_what_the_window_leaves(device):
+    # tiles of 32 keys: the window leaves four
+    case = decode(320, window=128, num_splits=4, heads=2, kv_heads=1)
+    problem = build(case, device)
+    parts = next(launches_of(problem, case, DeviceFacts("interpreter", 4)))
     part_sum = parts.arguments[9].fill_(0.0)
     start([parts], problem.query)
     # each part has its share of the keys, and so a sum of weights

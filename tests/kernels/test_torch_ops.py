@@ -77,14 +77,7 @@ def decode(problem, case, **given):
 def attend(problem, case, **given):
     options = {"window": case.window, "softcap": case.softcap, "scale": case.scale, **given}
     return torch_ops.paged_attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.key_cache,
-        problem.value_cache,
-        problem.block_table,
-        problem.query_start,
-        problem.context_len,
+        *problem.chunks,
         sinks=problem.sinks,
         **options,
     )

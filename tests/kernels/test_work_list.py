@@ -101,14 +101,7 @@ CASE = Case(((0, 40), (0, 0), (7, 0), (90, 3), (0, 1), (33, 50)), padding=5, win
 def launches_of(problem, work_list=None, processors=4):
     return plan_launches(
         DeviceFacts("interpreter", processors),
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.key_cache,
-        problem.value_cache,
-        problem.block_table,
-        problem.query_start,
-        problem.context_len,
+        *problem.chunks,
         problem.sinks,
         torch.zeros_like(problem.query),
         CASE.window,
@@ -145,21 +138,11 @@ def test_the_grid_is_a_matter_of_shapes(device):
 
 def test_another_list_is_refused(device):
     problem = build(CASE, device)
-    arguments = [
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.key_cache,
-        problem.value_cache,
-        problem.block_table,
-        problem.query_start,
-        problem.context_len,
-    ]
     work = list_work(*lengths_of(problem), window=CASE.window)
-    given = paged_attention(*arguments, window=CASE.window, work_list=work)
-    assert torch.equal(given, paged_attention(*arguments, window=CASE.window))
+    given = paged_attention(*problem.chunks, window=CASE.window, work_list=work)
+    assert torch.equal(given, paged_attention(*problem.chunks, window=CASE.window))
     with pytest.raises(ValueError, match=r"^work_list: expected one for .*window=44.* got .*=45"):
-        paged_attention(*arguments, window=CASE.window - 1, work_list=work)
+        paged_attention(*problem.chunks, window=CASE.window - 1, work_list=work)
 
 
 @pytest.mark.parametrize("name", ["query", "value", "query_start", "context_len"])
