@@ -13,7 +13,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-kernels test-service compat compat-device compat-engine mutants gpu
-.PHONY: lint format clean
+.PHONY: lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -37,10 +37,10 @@ compat: $(VENV_COMPAT)/.stamp  ## the device and engine tests under the oldest t
 	@$(SIDE_BY_SIDE) compat-device compat-engine
 
 compat-device: $(VENV_COMPAT)/.stamp
-	$(PYTEST_COMPAT) tests/device
+	$(PYTEST_COMPAT) tests/device tests/model tests/options
 
 compat-engine: $(VENV_COMPAT)/.stamp
-	$(PYTEST_COMPAT) tests/engine
+	$(PYTEST_COMPAT) tests/engine tests/service tests/compat
 
 mutants: $(VENV)/.stamp  ## seed bugs one by one and see the tests catch each
 	$(PYTEST) -m mutants tests
@@ -54,6 +54,9 @@ lint: $(VENV)/.stamp  ## ruff check and ruff format, nothing exempt
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+types: $(VENV)/.stamp  ## mypy over the package
+	$(VENV)/bin/mypy
+
 format: $(VENV)/.stamp  ## put the code in form
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -64,7 +67,7 @@ clean:  ## remove what the commands made here; the cache of models stays
 # made again only when what it was made from changes
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
 	@touch $@
 
 $(VENV_COMPAT)/.stamp: pyproject.toml constraints.txt

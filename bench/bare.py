@@ -18,10 +18,10 @@ from bench.environment import RESULTS, describe, store
 from bench.serve import MODELS, open_model
 from bench.systems import Prompts, run_tcb
 from bench.workloads import WORKLOADS
-from tcb.device.attention_hook import call_model
-from tcb.device.cpu_linear import use_onednn
-from tcb.device.model_twin import set_attention, twin
-from tcb.device.recording import RECORD, Recording, register_recording
+from tcb.kernels.cpu.linear import use_onednn
+from tcb.model.attention_hook import call_model
+from tcb.model.recording import RECORD, Recording, register_recording
+from tcb.model.twin import set_attention, twin
 
 # prompt tokens of one pass, as in `generate_batch` on a CPU
 CHUNK = 1024

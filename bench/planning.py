@@ -25,7 +25,7 @@ from tcb.planning.groups import LayerGroup, first_visible_page
 from tcb.planning.packing import pack_batch
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
-from tcb.planning.state import Results, State, apply_plan, apply_results, new_state
+from tcb.planning.state import SampledTokens, State, apply_plan, apply_results, new_state
 from tcb.planning.state import Sequence as EngineSequence
 
 # smaller than the shortest context, so that pages leave it in every case
@@ -122,7 +122,7 @@ def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
     packed = thread_time()
     apply_plan(state, plan)
     applied = thread_time()
-    results = Results([token] * len(plan.sample_keys))
+    results = SampledTokens([token] * len(plan.sample_keys))
     ready = thread_time()
     apply_results(state, plan, results)
     landed = thread_time()

@@ -16,7 +16,7 @@ _HOMES = {
     "install": "tcb.api",
     "uninstall": "tcb.api",
     "attach": "tcb.api",
-    "ContinuousBatchingManager": "tcb.manager",
+    "ContinuousBatchingManager": "tcb.service.manager",
     "ContinuousBatchingConfig": "tcb.planning.config",
     "WorkloadHints": "tcb.planning.request",
     "GenerationOutput": "tcb.planning.request",

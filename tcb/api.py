@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from tcb import drop_in
-from tcb.arguments import (
+from tcb.compat import install as drop_in
+from tcb.compat.generate import generate_paged
+from tcb.planning.request import GenerationOutput, WorkloadHints
+from tcb.service.arguments import (
     choose_generation_config,
     config_within,
     hints_of,
     list_of_prompts,
     plain_model,
 )
-from tcb.batch_call import BatchCall
-from tcb.manager import ContinuousBatchingManager
-from tcb.paged_generate import generate_paged
-from tcb.planning.request import GenerationOutput, WorkloadHints
+from tcb.service.batch_call import BatchCall
+from tcb.service.manager import ContinuousBatchingManager
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 

@@ -9,13 +9,13 @@ from time import perf_counter
 
 from torch import nn
 
-from tcb.device.cpu_linear import use_onednn
 from tcb.device.facts import read_facts
-from tcb.device.model_probe import ModelLayers, probe
-from tcb.device.model_twin import is_current, twin
-from tcb.device.runner import Flight, Histories, Runner
-from tcb.device.sampling import Options
-from tcb.device.weights import changed, fingerprint
+from tcb.device.runner import Histories, InFlightBatch, Runner
+from tcb.kernels.cpu.linear import use_onednn
+from tcb.model.probe import ModelLayers, probe
+from tcb.model.twin import is_current, twin
+from tcb.model.weights import changed, fingerprint
+from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig, Limits, WorkloadHints, resolve
 from tcb.planning.groups import group_layers
 from tcb.planning.packing import pack_batch
@@ -23,10 +23,10 @@ from tcb.planning.plan import BatchPlan
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
-    Landed,
-    Results,
+    SampledTokens,
     Sequence,
     State,
+    StepOutput,
     apply_arrival,
     apply_cancel,
     apply_new_weights,
@@ -35,7 +35,7 @@ from tcb.planning.state import (
     new_state,
 )
 
-NOTHING = Landed((), ())
+NOTHING = StepOutput((), ())
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        options: Options,
+        options: GenerationOptions,
         config: ContinuousBatchingConfig,
         hints: WorkloadHints | None = None,
     ):
@@ -60,7 +60,7 @@ class Engine:
         self.limits: Limits = resolve(config, facts)
         self.state: State = new_state(groups, self.limits)
         self._runner = Runner(self._twin, self.layers, groups, self.state.columns, self.limits)
-        self._flying: deque[tuple[BatchPlan, Flight]] = deque()
+        self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._weights = fingerprint(model)
 
     @property
@@ -94,7 +94,7 @@ class Engine:
         """End a request where it stands. Returns it, and those forks of it that had not begun."""
         return apply_cancel(self.state, request_id)
 
-    def step(self) -> Landed:
+    def step(self) -> StepOutput:
         """Plan and launch the next batch, then land the oldest while more than `depth` fly or
         nothing was planned.
         """
@@ -106,7 +106,7 @@ class Engine:
         assert self._flying or not self.has_work, f"nothing can be planned: {self.state.waiting}"
         return NOTHING
 
-    def drain(self) -> list[Landed]:
+    def drain(self) -> list[StepOutput]:
         """Land everything that flies."""
         landed = []
         while self._flying:
@@ -157,11 +157,13 @@ class Engine:
         apply_plan(self.state, plan, perf_counter())
         self._flying.append((plan, self._runner.launch(packed, histories)))
 
-    def _land(self) -> Landed:
+    def _land(self) -> StepOutput:
         plan, flight = self._flying.popleft()
         tokens, logprobs = flight.land()
         errors = {plan.sample_keys[place]: text for place, text in flight.errors.items()}
-        return apply_results(self.state, plan, Results(tokens, logprobs, errors), perf_counter())
+        return apply_results(
+            self.state, plan, SampledTokens(tokens, logprobs, errors), perf_counter()
+        )
 
     def _histories(self, plan: BatchPlan) -> Histories:
         """Processors and tokens of the samples whose requests bring processors of their own."""

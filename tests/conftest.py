@@ -20,5 +20,5 @@ INTERPRETED = "TRITON_INTERPRET" not in os.environ and not torch.accelerator.is_
 if INTERPRETED:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for module in pkgutil.iter_modules(tcb.kernels.__path__):
-            import_module(f"tcb.kernels.{module.name}")
+        for module in pkgutil.walk_packages(tcb.kernels.__path__, "tcb.kernels."):
+            import_module(module.name)

@@ -22,7 +22,8 @@ from bench import gpu, gpu_table
 from bench.accelerator import machine, tiles, timings
 from bench.accelerator.contenders import CannotRun
 from bench.accelerator.units import list_units
-from tcb.kernels import paged_decode, tuning
+from tcb.kernels import paged_decode
+from tcb.kernels.gpu import tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

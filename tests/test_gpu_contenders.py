@@ -12,7 +12,7 @@ import torch
 
 from bench.accelerator import contenders, timings
 from bench.accelerator.workloads import WORKLOADS, Tensors, build, reduced
-from tests.kernels.oracle import Case, attend
+from tests.support.oracle import Case, attend
 
 CPU = torch.device("cpu")
 SMALL = tuple(map(reduced, WORKLOADS))

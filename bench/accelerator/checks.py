@@ -12,8 +12,8 @@ import torch
 
 from bench.accelerator import machine
 from tcb.kernels import paged_attention, paged_decode
-from tests.kernels.oracle import Case, Problem, assert_close
-from tests.kernels.oracle import build as build_problem
+from tests.support.oracle import Case, Problem, assert_close
+from tests.support.oracle import build as build_problem
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 Check = Callable[[], dict[str, Any]]

@@ -16,10 +16,11 @@ from bench.accelerator.checks import BRAIN, HALF, Check, attend
 from bench.accelerator.contenders import takes_deterministic, tcb
 from bench.accelerator.workloads import Tensors, Workload, build, choose, needed_bytes
 from tcb import kernels
-from tcb.kernels import copy_blocks, gather_blocks, scatter_blocks, torch_ops, write_kv
-from tests.kernels import oracle
-from tests.kernels.oracle import Case, Problem, assert_close, spread
-from tests.kernels.oracle import build as build_problem
+from tcb.kernels import copy_blocks, gather_blocks, scatter_blocks, write_kv
+from tcb.kernels.cpu import operations as torch_ops
+from tests.support import oracle
+from tests.support.oracle import Case, Problem, assert_close, spread
+from tests.support.oracle import build as build_problem
 
 _GIB = 2**30
 _REPEATS = 20

@@ -12,9 +12,10 @@ import tcb
 from bench.accelerator import machine
 from bench.accelerator.checks import BRAIN, HALF, Check
 from bench.references import greedy
-from tcb.kernels import sample, torch_sampling
-from tests.engine.families import FAMILIES
-from tests.engine.reference import alone, prompts_of
+from tcb.kernels import sample
+from tcb.kernels.cpu import sampling as torch_sampling
+from tests.support.families import FAMILIES
+from tests.support.reference import alone, prompts_of
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {},

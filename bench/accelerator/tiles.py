@@ -21,7 +21,7 @@ from bench.accelerator.contenders import Call, tcb
 from bench.accelerator.units import facts
 from bench.accelerator.workloads import WORKLOADS, Workload, build, needed_bytes, reduced
 from bench.environment import store
-from tcb.kernels.tuning import Tile, choose_tile, read_device, shared_need
+from tcb.kernels.gpu.tuning import Tile, choose_tile, read_device, shared_need
 from tests.kernels.machine_code import PROCESSORS, count_resident
 
 Record = dict[str, Any]
@@ -41,7 +41,7 @@ _SCORES_A_WARP = 4096
 _ROUNDS = 9
 # a smaller gain is noise: the tile in the table stays
 _WORTH = 0.02
-JIT_KERNELS = "tcb.kernels.paged_attention_kernel", "tcb.kernels.paged_decode_kernel"
+JIT_KERNELS = "tcb.kernels.gpu.paged_attention_kernel", "tcb.kernels.gpu.paged_decode_kernel"
 DECODE_KERNEL = "paged_decode_kernel"
 
 

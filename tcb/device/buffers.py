@@ -14,7 +14,7 @@ from torch import Tensor
 from tcb.kernels import page_tables
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
-from tcb.planning.request import Sampling
+from tcb.planning.request import SamplingParams
 
 # a full group's table starts this wide and doubles: at once as wide as the longest sequence, it
 # could be larger than the cache
@@ -48,7 +48,7 @@ class BatchTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSampling:
+class SamplingTensors:
     """How every row samples: one entry a row, as `tcb.kernels.sample` takes them."""
 
     do_sample: Tensor
@@ -137,12 +137,12 @@ class Buffers:
                 wider[:, : table.shape[1]] = table
                 self._tables[g] = wider
 
-    def _set_sampling(self, admitted: Sequence[tuple[int, Sampling]]) -> None:
+    def _set_sampling(self, admitted: Sequence[tuple[int, SamplingParams]]) -> None:
         """Note how the rows that are let in sample; rows that stay greedy cost nothing."""
         if not admitted:
             return
         rows = torch.tensor([row for row, _ in admitted], device=self.device)
-        for field in fields(RowSampling):
+        for field in fields(SamplingTensors):
             column: Tensor = getattr(self.sampling, field.name)
             values = [getattr(sampling, field.name) for _, sampling in admitted]
             column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
@@ -163,11 +163,11 @@ def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:
     return list(tensor.split([len(part) for part in parts]))
 
 
-def _greedy_rows(num_rows: int, device: torch.device) -> RowSampling:
+def _greedy_rows(num_rows: int, device: torch.device) -> SamplingTensors:
     def column(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)
 
-    return RowSampling(
+    return SamplingTensors(
         do_sample=column(False, torch.bool),
         temperature=column(1.0, torch.float32),
         top_k=column(0, torch.int64),

@@ -9,8 +9,8 @@ import psutil
 import torch
 from torch import nn
 
-from tcb.device.model_probe import ModelLayers
-from tcb.device.sampling import Options
+from tcb.model.probe import ModelLayers
+from tcb.options.generation import GenerationOptions
 from tcb.planning.config import Facts, WorkloadHints
 from tcb.planning.groups import LayerGroup
 
@@ -19,7 +19,7 @@ def read_facts(
     model: nn.Module,
     layers: ModelLayers,
     groups: Sequence[LayerGroup],
-    options: Options,
+    options: GenerationOptions,
     hints: WorkloadHints,
 ) -> Facts:
     """The facts of this model on its device, now. Bytes are those free or unused by torch at this

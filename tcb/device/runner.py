@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcb.device.attention_hook import call_model
 from tcb.device.buffers import BatchTensors, Buffers
 from tcb.device.kv_cache import KVCache
-from tcb.device.model_probe import ModelLayers
 from tcb.device.offload import HostBlocks, fork_blocks
-from tcb.device.sampling import apply_history
 from tcb.kernels import list_work, paged_attention, paged_decode, sample, write_kv
 from tcb.kernels.dispatch import use_triton
-from tcb.kernels.work_list import WorkList
+from tcb.kernels.gpu.work_list import WorkList
+from tcb.model.attention_hook import call_model
+from tcb.model.probe import ModelLayers
+from tcb.options.generation import apply_history
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
@@ -33,7 +33,7 @@ Histories = Mapping[int, tuple[Any, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightBatch:
     """A launched batch. `land` waits for it and returns tokens and log-probabilities, one a
     sample.
     """
@@ -77,7 +77,7 @@ class Runner:
                 groups, columns, limits.page_size, limits.max_requests, layers.device
             )
 
-    def launch(self, packed: PackedBatch, histories: Histories) -> Flight:
+    def launch(self, packed: PackedBatch, histories: Histories) -> InFlightBatch:
         """Start one batch on the device, behind those launched before. Writes cache, host blocks
         and buffers.
         """
@@ -99,7 +99,7 @@ class Runner:
             )
             return self._sample(logits, tensors, histories)
 
-    def _sample(self, logits: Tensor, tensors: BatchTensors, histories: Histories) -> Flight:
+    def _sample(self, logits: Tensor, tensors: BatchTensors, histories: Histories) -> InFlightBatch:
         errors: dict[int, str] = {}
         if histories:
             logits = _process(logits.float(), histories, errors)
@@ -232,11 +232,11 @@ def _process(logits: Tensor, histories: Histories, errors: dict[int, str]) -> Te
     return logits
 
 
-def _send_home(token: Tensor, logprob: Tensor | None, errors: dict[int, str]) -> Flight:
+def _send_home(token: Tensor, logprob: Tensor | None, errors: dict[int, str]) -> InFlightBatch:
     if token.device.type == "cpu":
-        return Flight(token, logprob, errors, None)
+        return InFlightBatch(token, logprob, errors, None)
     home = token.to("cpu", non_blocking=True)
     home_logprob = None if logprob is None else logprob.to("cpu", non_blocking=True)
     event = torch.get_device_module(token.device).Event()
     event.record()
-    return Flight(home, home_logprob, errors, event)
+    return InFlightBatch(home, home_logprob, errors, event)

@@ -4,7 +4,7 @@ Reads `State` and `Limits`, writes neither; decides nothing about order (`schedu
 """
 
 from tcb.planning.config import Limits
-from tcb.planning.plan import BatchPlan, Blocks, Chunk, Pairs, Relief
+from tcb.planning.plan import BatchPlan, Blocks, Chunk, Pairs, Preemption
 from tcb.planning.state import Sequence, State
 from tcb.planning.supply import Supply
 
@@ -22,7 +22,7 @@ class Draft:
         self.requests_left = limits.max_requests
         self.decodes: list[int] = []
         self.chunks: list[Chunk] = []
-        self.relief: list[Relief] = []
+        self.relief: list[Preemption] = []
         self.relieved: set[int] = set()
         # blocks that running prompts still need after this batch: the queue cannot have them
         self.owed = 0

@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass
 
 from tcb.planning.plan import BatchPlan, Chunk, Pairs
-from tcb.planning.request import Sampling
+from tcb.planning.request import SamplingParams
 from tcb.planning.state import Sequence, State
 
 
@@ -49,7 +49,7 @@ class PackedBatch:
     offload: Pairs
     restore: Pairs
     copies: Pairs
-    admitted: tuple[tuple[int, Sampling], ...]
+    admitted: tuple[tuple[int, SamplingParams], ...]
     num_decodes: int
     context_end: int
 

@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
+class Preemption:
     """A sequence that gives its blocks back: to be computed again later, or with its content kept
     in host slots.
 
@@ -65,7 +65,7 @@ class BatchPlan:
 
     decodes: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    relief: tuple[Relief, ...]
+    relief: tuple[Preemption, ...]
 
     @cached_property
     def ordered_chunks(self) -> tuple[Chunk, ...]:
@@ -89,7 +89,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class SampledTokens:
     """What one batch brought home: a token (and its log-probability) for each of the plan's
     `sample_keys`.
 

@@ -60,7 +60,7 @@ class WorkloadHints:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
 
     Without `do_sample` the highest logit wins and nothing else here has a say, so nothing else is
@@ -105,7 +105,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     parent: str | None = None
     streaming: bool = False
     record_timestamps: bool = False

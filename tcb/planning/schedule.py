@@ -7,7 +7,7 @@ states give equal plans.
 from tcb.planning.admission import plan_waiting
 from tcb.planning.config import Limits
 from tcb.planning.draft import Draft
-from tcb.planning.plan import BatchPlan, Relief
+from tcb.planning.plan import BatchPlan, Preemption
 from tcb.planning.state import Sequence, State, pages_left
 
 
@@ -126,9 +126,9 @@ def _relieve(draft: Draft, victim: Sequence) -> None:
         draft.host_left -= num_blocks
         # zip asks the table first, so that no host slot is drawn in vain
         pairs = tuple(tuple(zip(table, draft.host, strict=False)) for table in kept)
-        draft.relief.append(Relief(victim.key, "offload", pairs))
+        draft.relief.append(Preemption(victim.key, "offload", pairs))
     else:
-        draft.relief.append(Relief(victim.key, "recompute"))
+        draft.relief.append(Preemption(victim.key, "recompute"))
     draft.relieved.add(victim.key)
     for table in victim.tables:
         for block in table:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tcb.planning.blocks import ROOT_DIGEST, BlockPool, page_digest
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, num_columns
-from tcb.planning.plan import BatchPlan, Chunk, Relief, Results
+from tcb.planning.plan import BatchPlan, Chunk, Preemption, SampledTokens
 from tcb.planning.request import Request
 
 NO_ROW = -1
@@ -96,7 +96,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class StepOutput:
     """What landing a batch changed: sequences that ended, and streaming ones that go on with one
     more token.
     """
@@ -191,10 +191,10 @@ def apply_plan(state: State, plan: BatchPlan, now: float = 0.0) -> None:
         _apply_chunk(state, chunk, now)
 
 
-def apply_results(state: State, plan: BatchPlan, results: Results, now: float = 0.0) -> Landed:
-    """Append the sampled tokens of a landed batch and end what is complete. Tokens of ended
-    sequences are dropped.
-    """
+def apply_results(
+    state: State, plan: BatchPlan, results: SampledTokens, now: float = 0.0
+) -> StepOutput:
+    """Append a landed batch's tokens and end what is complete; tokens of ended ones are dropped."""
     finished, streamed = [], []
     running, waiting, logprobs = state.running, state.waiting, results.logprobs
     for index, (key, token) in enumerate(zip(plan.sample_keys, results.tokens, strict=True)):
@@ -223,7 +223,7 @@ def apply_results(state: State, plan: BatchPlan, results: Results, now: float = 
         if sequence.error is None and len(sequence.generated) > sequence.next_index:
             _index_pages(state, sequence)
         _end(state, sequence)
-    return Landed(tuple(finished), tuple(streamed))
+    return StepOutput(tuple(finished), tuple(streamed))
 
 
 def pages_left(state: State, sequence: Sequence, group: int, position: int) -> int:
@@ -295,7 +295,7 @@ def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
     return sequence
 
 
-def _apply_relief(state: State, relief: Relief) -> None:
+def _apply_relief(state: State, relief: Preemption) -> None:
     sequence = state.running[relief.key]
     if relief.kind == "offload":
         _drop_left(state, sequence, sequence.computed)

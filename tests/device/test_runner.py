@@ -10,8 +10,8 @@ import pytest
 from tcb.device import runner
 from tcb.kernels.dispatch import is_interpreting
 from tests.conftest import INTERPRETED
-from tests.engine.families import FAMILIES
-from tests.engine.reference import alone, new_engine, prompts_of, serve
+from tests.support.families import FAMILIES
+from tests.support.reference import alone, new_engine, prompts_of, serve
 
 LOGGER = "ContinuousBatchingLogger"
 # two chunks of the longer prompt, then batches of single tokens

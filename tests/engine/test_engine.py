@@ -8,8 +8,8 @@ import torch
 from tcb.kernels.dispatch import is_interpreting
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
-from tests.engine.families import FAMILIES, WINDOW
-from tests.engine.reference import alone, new_engine, prompts_of, run, serve
+from tests.support.families import FAMILIES, WINDOW
+from tests.support.reference import alone, new_engine, prompts_of, run, serve
 
 NEW_TOKENS = 20
 SETTINGS = {

@@ -2,11 +2,12 @@
 
 import pytest
 
-from tcb.kernels import torch_ops, torch_sampling
+from tcb.kernels.cpu import operations as torch_ops
+from tcb.kernels.cpu import sampling as torch_sampling
 from tcb.kernels.dispatch import is_interpreting
 from tests.conftest import INTERPRETED
-from tests.engine.families import FAMILIES, WINDOW
-from tests.engine.reference import alone, new_engine, prompts_of, run, serve
+from tests.support.families import FAMILIES, WINDOW
+from tests.support.reference import alone, new_engine, prompts_of, run, serve
 
 NEW_TOKENS = 6
 PAGE_SIZE = 8

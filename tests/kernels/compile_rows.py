@@ -17,8 +17,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tcb.kernels.attention_contract import Launch
-from tcb.kernels.tuning import DeviceFacts, Tile, choose_tile, list_rows, shared_need
+from tcb.kernels.contract import Launch
+from tcb.kernels.gpu.tuning import DeviceFacts, Tile, choose_tile, list_rows, shared_need
 from tests.kernels.machine_code import PROCESSORS, Processor, count, count_buffers, count_resident
 
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True}
@@ -90,9 +90,8 @@ def record(processor: Processor, operation: str, fields: dict[str, Any]) -> list
     def collect(planned, tensor):
         launches.extend(planned)
 
-    # the package holds functions of these names: ask for the modules
     names = "paged_attention", "paged_decode", "kv_write", "page_tables", "page_copy", "sampling"
-    modules = [import_module(f"tcb.kernels.{name}") for name in names]
+    modules = [import_module(f"tcb.kernels.gpu.{name}") for name in names]
     with ExitStack() as stack:
         for module in modules:
             if hasattr(module, "start"):

@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 from tests.kernels.covering import cover
-from tests.kernels.oracle import Case
+from tests.support.oracle import Case
 
 FACTORS = {
     # fresh: no context. chunk: behind context. mixed: both, single tokens, sequences of none.

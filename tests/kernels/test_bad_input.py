@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tcb import kernels
-from tcb.kernels.torch_sampling import MAX_VOCAB
-from tcb.kernels.tuning import DeviceFacts
+from tcb.kernels.cpu.sampling import MAX_VOCAB
+from tcb.kernels.gpu.tuning import DeviceFacts
 
 TOKENS, SEQUENCES, HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 2, 4, 2, 16, 32
 BLOCKS, PAGE_SIZE, COLUMNS, VOCAB = 5, 4, 3, 64
@@ -164,7 +164,7 @@ def launches(monkeypatch):
     """What would be launched."""
     started = []
     for name in MODULES:
-        module = importlib.import_module(f"tcb.kernels.{name}")
+        module = importlib.import_module(f"tcb.kernels.gpu.{name}")
         monkeypatch.setattr(module, "start", lambda planned, _: started.extend(planned))
     return started
 
@@ -311,7 +311,7 @@ def test_a_head_size_that_no_tile_serves_is_named(operation, value_dim, monkeypa
 
 @pytest.mark.parametrize("operation", ["paged_attention", "paged_decode"])
 def test_a_device_of_too_little_shared_memory_is_named(operation, monkeypatch):
-    module = importlib.import_module(f"tcb.kernels.{operation}")
+    module = importlib.import_module(f"tcb.kernels.gpu.{operation}")
     facts = DeviceFacts("sm_80", 108, 2048)
     monkeypatch.setattr(module, "read_device", lambda *_: facts)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -14,7 +14,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tcb.kernels import paged_attention, paged_decode
-from tcb.kernels.tuning import DeviceFacts
+from tcb.kernels.gpu.tuning import DeviceFacts
 
 PAGE_SIZE = 16
 HALF = torch.float16

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tcb.kernels.tuning import _FP32_TILES, _TILES, list_rows
+from tcb.kernels.gpu.tuning import _FP32_TILES, _TILES, list_rows
 from tests.kernels import compile_rows
 from tests.kernels.compile_rows import ROWS
 from tests.kernels.machine_code import PROCESSORS

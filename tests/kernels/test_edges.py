@@ -14,9 +14,9 @@ import triton.language as tl
 
 from tcb.kernels import copy_blocks, page_tables, paged_attention, paged_decode, write_kv
 from tests.kernels.fences import fenced, poisoned_memory, recorded, run_last
-from tests.kernels.oracle import Case, assert_close, attend, build, score, spread, tolerance
 from tests.kernels.test_paged_attention import attend as attend_chunks
 from tests.kernels.test_paged_decode import attend as attend_tokens
+from tests.support.oracle import Case, assert_close, attend, build, score, spread, tolerance
 
 HALF = torch.float16
 NAN = float("nan")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tcb.kernels import torch_ops, write_kv
-from tests.kernels.oracle import spread
+from tcb.kernels import write_kv
+from tcb.kernels.cpu import operations as torch_ops
+from tests.support.oracle import spread
 
 SLOTS = [0, 5, -1, 79, 17, 33, 48, -7, 16]
 

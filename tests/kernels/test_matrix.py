@@ -25,7 +25,7 @@ from tcb.kernels import (
 from tests.kernels.covering import uncovered
 from tests.kernels.fences import fenced, poisoned_memory
 from tests.kernels.matrix import PAIRS, RUNS, SIZES, TRIPLES, levels
-from tests.kernels.oracle import assert_close, build
+from tests.support.oracle import assert_close, build
 
 NAN, INF = float("nan"), float("inf")
 

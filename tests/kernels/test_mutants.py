@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TILE, CHUNKS, DECODE = "attention_tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
+TILE, CHUNKS, DECODE = "tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
 LIST, PAGES = "work_list_kernel.py", "page_tables.py"
 # name: (file, what stands there, what stands there in the mutant)
 MUTANTS = {
@@ -146,7 +146,7 @@ def test_a_seeded_bug_is_caught(name, tmp_path):
     for folder in ("tcb", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    path = tmp_path / "tcb/kernels" / file
+    path = tmp_path / "tcb/kernels/gpu" / file
     source = path.read_text()
     assert source.count(sound) == 1, f"{file} has {source.count(sound)} lines {sound!r}"
     path.write_text(source.replace(sound, broken))

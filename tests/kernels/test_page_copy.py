@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tcb.kernels import copy_blocks, gather_blocks, page_copy, scatter_blocks, torch_ops
-from tests.kernels.oracle import spread
+from tcb.kernels import copy_blocks, gather_blocks, scatter_blocks
+from tcb.kernels.cpu import operations as torch_ops
+from tcb.kernels.gpu import page_copy
+from tests.support.oracle import spread
 
 
 @pytest.fixture(params=[page_copy, torch_ops], ids=["triton", "torch"])

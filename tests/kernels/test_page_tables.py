@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from tcb.kernels import page_tables, torch_ops
+from tcb.kernels import page_tables
+from tcb.kernels.cpu import operations as torch_ops
 
 
 @pytest.fixture(params=[page_tables, torch_ops.page_tables], ids=["triton", "torch"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tcb.kernels import paged_attention
-from tests.kernels.oracle import Case, assert_close, build, spread
+from tests.support.oracle import Case, assert_close, build, spread
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF = float("inf")

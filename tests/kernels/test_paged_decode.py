@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tcb.kernels import paged_decode
-from tcb.kernels.attention_contract import softmax_factors, start
-from tcb.kernels.paged_decode import plan_launches
-from tcb.kernels.tuning import DeviceFacts
-from tests.kernels.oracle import Case, assert_close, build, spread
+from tcb.kernels.contract import softmax_factors, start
+from tcb.kernels.gpu.paged_decode import plan_launches
+from tcb.kernels.gpu.tuning import DeviceFacts
+from tests.support.oracle import Case, assert_close, build, spread
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF = float("inf")

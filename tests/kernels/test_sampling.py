@@ -12,8 +12,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tcb.kernels import sample, torch_sampling
-from tcb.kernels.torch_sampling import MAX_VOCAB
+from tcb.kernels import sample
+from tcb.kernels.cpu import sampling as torch_sampling
+from tcb.kernels.cpu.sampling import MAX_VOCAB
 
 SETTINGS = {
     "plain": {},

@@ -2,7 +2,7 @@
 
 import torch
 
-from tcb.kernels.step_memo import StepMemo
+from tcb.kernels.cpu.step_cache import StepMemo
 
 
 class Counted:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tcb.kernels import torch_attention, torch_ops
-from tests.kernels.oracle import Case, assert_close, build
+from tcb.kernels.cpu import attention as torch_attention
+from tcb.kernels.cpu import operations as torch_ops
+from tests.support.oracle import Case, assert_close, build
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")

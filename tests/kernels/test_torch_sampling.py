@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tcb.kernels import torch_sampling
-from tcb.kernels.torch_sampling import MAX_VOCAB, WEIGHT_BITS, order_key, philox, weigh
+from tcb.kernels.cpu import sampling as torch_sampling
+from tcb.kernels.cpu.sampling import MAX_VOCAB, WEIGHT_BITS, order_key, philox, weigh
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1.0, 40.0])

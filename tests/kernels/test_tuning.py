@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tcb.kernels.tuning import (
+from tcb.kernels.gpu.tuning import (
     DECODE_RESIDENCY,
     MAX_SPLITS,
     DeviceFacts,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tcb.kernels import list_work, paged_attention
-from tcb.kernels.attention_contract import softmax_factors, start
-from tcb.kernels.paged_attention import plan_launches
-from tcb.kernels.tuning import DeviceFacts
-from tcb.kernels.work_list import BatchShape, reserve
-from tcb.kernels.work_list import plan_launches as plan_list
-from tests.kernels.oracle import Case, assert_close, build
+from tcb.kernels.contract import softmax_factors, start
+from tcb.kernels.gpu.paged_attention import plan_launches
+from tcb.kernels.gpu.tuning import DeviceFacts
+from tcb.kernels.gpu.work_list import BatchShape, reserve
+from tcb.kernels.gpu.work_list import plan_launches as plan_list
+from tests.support.oracle import Case, assert_close, build
 
 MANY = tuple((17 * i % 50, 1 + i % 3) for i in range(150))
 # (context, new tokens) of sequences

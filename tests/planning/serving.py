@@ -16,7 +16,7 @@ from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     NO_ROW,
-    Results,
+    SampledTokens,
     Sequence,
     apply_arrival,
     apply_cancel,
@@ -220,7 +220,7 @@ class Server:
             -1 if self._fails(key) else token
             for key, token in zip(plan.sample_keys, tokens, strict=True)
         ]
-        for sequence in apply_results(self.state, plan, Results(tokens)).finished:
+        for sequence in apply_results(self.state, plan, SampledTokens(tokens)).finished:
             record = self.live.pop(sequence.request.id)
             record.end = "finished" if sequence.error is None else "failed"
             self.counts[record.end] += 1

@@ -11,10 +11,10 @@ from tcb.planning.plan import BatchPlan, Chunk
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
-    Landed,
-    Results,
+    SampledTokens,
     Sequence,
     State,
+    StepOutput,
     apply_arrival,
     apply_plan,
     apply_results,
@@ -50,9 +50,9 @@ def launch(state: State, limits: Limits) -> BatchPlan:
     return plan
 
 
-def land(state: State, plan: BatchPlan, token: int = TOKEN) -> Landed:
+def land(state: State, plan: BatchPlan, token: int = TOKEN) -> StepOutput:
     """Bring one token home for each sample."""
-    return apply_results(state, plan, Results([token] * len(plan.sample_keys)))
+    return apply_results(state, plan, SampledTokens([token] * len(plan.sample_keys)))
 
 
 def turn(state: State, limits: Limits, count: int = 1) -> BatchPlan:

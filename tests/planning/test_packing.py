@@ -4,7 +4,7 @@ from array import array
 from itertools import pairwise
 
 from tcb.planning.packing import pack_batch
-from tcb.planning.request import Sampling
+from tcb.planning.request import SamplingParams
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import apply_plan
 from tests.planning.small_cases import TOKEN, arrive, land, launch, make_state, turn
@@ -35,13 +35,13 @@ def test_an_empty_plan_is_an_empty_batch():
 
 def test_a_prompt():
     state, limits = make_state()
-    arrive(state, "A", (11, 12, 13, 14, 15), sampling=Sampling(do_sample=True, seed=3))
+    arrive(state, "A", (11, 12, 13, 14, 15), sampling=SamplingParams(do_sample=True, seed=3))
     _, batch = pack_next(state, limits)
     assert lists(batch.token_ids, batch.positions) == [[11, 12, 13, 14, 15], [0, 1, 2, 3, 4]]
     assert lists(batch.query_start, batch.context_len, batch.rows) == [[0, 5], [0], [0]]
     assert lists(batch.sample_index, batch.sample_row) == [[4], [0]]
     assert edits(batch) == [[(0, 0), (1, 1)]]
-    assert batch.admitted == ((0, Sampling(do_sample=True, seed=3)),)
+    assert batch.admitted == ((0, SamplingParams(do_sample=True, seed=3)),)
     assert (batch.num_decodes, batch.context_end) == (0, 5)
 
 

@@ -12,7 +12,7 @@ from tcb.planning.request import (
     GenerationOutput,
     Request,
     RequestStatus,
-    Sampling,
+    SamplingParams,
     WorkloadHints,
     check_prompt,
     end_tokens,
@@ -124,8 +124,8 @@ def test_prompt_is_accepted_exactly_if_every_id_is_in_the_vocabulary(prompt, voc
 )
 def test_sampling_out_of_range_is_refused_where_it_would_be_used(options, says):
     with pytest.raises(ValueError, match=says):
-        Sampling(do_sample=True, **options)
-    assert not Sampling(do_sample=False, **options).do_sample
+        SamplingParams(do_sample=True, **options)
+    assert not SamplingParams(do_sample=False, **options).do_sample
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tcb.planning.plan import Results
+from tcb.planning.plan import SampledTokens
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     NO_ROW,
@@ -89,7 +89,7 @@ def test_a_negative_token_is_a_failure_of_one():
     for name in "ABC":
         arrive(state, name, 2)
     plan = launch(state, limits)
-    results = Results([-1, TOKEN, -1], errors={2: "a reason"})
+    results = SampledTokens([-1, TOKEN, -1], errors={2: "a reason"})
     landed = apply_results(state, plan, results)
     assert [s.error for s in landed.finished] == [
         "the model's logits are not finite",
@@ -113,7 +113,7 @@ def test_logprobs_and_timestamps_are_kept_where_they_are_wanted():
     second = arrive(state, "B", 2)
     for now in (1.5, 2.5):
         plan = launch(state, limits)
-        apply_results(state, plan, Results([TOKEN] * 2, logprobs=[-0.5, -now]), now)
+        apply_results(state, plan, SampledTokens([TOKEN] * 2, logprobs=[-0.5, -now]), now)
     assert (first.logprobs, second.logprobs) == ([-0.5, -0.5], [-1.5, -2.5])
     assert (first.timestamps, second.timestamps) == ([1.5, 2.5], [])
 

@@ -1,0 +1,1 @@
+"""Doors of transformers' shape: methods in place, paged `generate`, what monitors read."""

@@ -1,0 +1,1 @@
+"""The operations as Triton kernels, and how they are launched and tuned."""

@@ -1,0 +1,1 @@
+"""Someone else's model, made callable on packed batches; knows no pages."""

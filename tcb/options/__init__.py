@@ -1,0 +1,1 @@
+"""What a call asks for: generation options, read once, honoured or refused by name."""
