@@ -88,14 +88,14 @@ def real_prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 @contextmanager
-def counting_relief() -> Iterator[Counter]:
-    """Count the reliefs of all plans made inside the block, by kind."""
+def counting_preemptions() -> Iterator[Counter]:
+    """Count the preemptions of all plans made inside the block, by kind."""
     counts: Counter = Counter()
     plan_batch = tcb.engine.plan_batch
 
     def counted(*arguments, **options):
         plan = plan_batch(*arguments, **options)
-        counts.update(relief.kind for relief in plan.relief)
+        counts.update(preemption.kind for preemption in plan.preemptions)
         return plan
 
     tcb.engine.plan_batch = counted
@@ -124,7 +124,7 @@ def run(
 ) -> dict[str, Any]:
     """Generate under one setting; `wrong` in the result lists the prompts that differ."""
     start = time.perf_counter()
-    with counting_relief() as relief:
+    with counting_preemptions() as preemptions:
         outputs = tcb.generate_batch(
             model,
             prompts,
@@ -137,7 +137,7 @@ def run(
     return {
         "setting": asdict(setting),
         "seconds": round(seconds, 2),
-        "relief": dict(relief),
+        "preemptions": dict(preemptions),
         "equal": len(pairs) - len(wrong),
         "wrong": wrong,
         "errors": [output.error for output, _ in pairs if output.error],
@@ -158,7 +158,7 @@ def main() -> None:
         rows.append(run(model, prompts, expected, setting))
         print(
             f"{rows[-1]['equal']}/{len(prompts)} equal, {rows[-1]['seconds']:7.1f} s, "
-            f"relief {rows[-1]['relief'] or 'none'}, {setting}",
+            f"preemptions {rows[-1]['preemptions'] or 'none'}, {setting}",
             flush=True,
         )
     path = store(
@@ -178,13 +178,13 @@ def main() -> None:
 
 
 def _complain(rows: list[dict[str, Any]]) -> bool:
-    """Name the rows that differ; True if there are any, or if no tight pool brought relief."""
+    """Name the rows that differ; True if there are any, or if no tight pool preempted anybody."""
     failed = [row for row in rows if row["wrong"]]
     for row in failed:
         _warn(f"prompts {row['wrong']} differ under {row['setting']} {row['errors'][:3]}")
-    quiet = not any(row["relief"] for row in rows)
+    quiet = not any(row["preemptions"] for row in rows)
     if quiet:
-        _warn("no pool was tight enough for relief: the table does not show what it is for")
+        _warn("no pool was tight enough for a preemption: the table shows none")
     return bool(failed) or quiet
 
 

@@ -19,7 +19,7 @@ from time import thread_time
 import torch
 
 from bench.environment import RESULTS, describe, store
-from tcb.planning.blocks import ROOT_DIGEST, page_digest
+from tcb.planning.blocks import ROOT_HASH, hash_page
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, first_visible_page
 from tcb.planning.packing import pack_batch
@@ -65,26 +65,28 @@ def decoding_state(
     state = new_state(groups, limits)
     blocks = iter(reversed(state.pool.free))
     prefix = [[next(blocks) for _ in range(num_pages)] for _ in groups]
-    digests = [ROOT_DIGEST]
+    block_hashes = [ROOT_HASH]
     for _ in range(num_pages):
-        digests.append(page_digest(digests[-1], [1] * page_size))
+        block_hashes.append(hash_page(block_hashes[-1], [1] * page_size))
     for g, table in enumerate(prefix):
-        for block, digest in zip(table, digests[1:], strict=True):
+        for block, block_hash in zip(table, block_hashes[1:], strict=True):
             state.pool.take(block)
-            state.pool.index(block, g, digest)
-    for key in range(num_sequences):
+            state.pool.register(block, g, block_hash)
+    for seq_id in range(num_sequences):
         # lengths differ, as in real life: else the ends of all lists would share few cache sets
-        pages = num_pages - key * 31 % (num_pages // 2 + 1)
-        _add_sequence(state, key, [table[:pages] for table in prefix], digests[1 : pages + 1])
+        pages = num_pages - seq_id * 31 % (num_pages // 2 + 1)
+        _add_sequence(
+            state, seq_id, [table[:pages] for table in prefix], block_hashes[1 : pages + 1]
+        )
     return state, limits
 
 
-def _add_sequence(state, key, prefix, digests):
+def _add_sequence(state, seq_id, prefix, block_hashes):
     page_size = state.page_size
     # a prompt fills the prefix, if there is one, own tokens some places of a page; one is pending
-    full = len(digests) * page_size
+    full = len(block_hashes) * page_size
     prompt = (1,) * max(full, 1)
-    computed = max(full + key % page_size, 1)
+    computed = max(full + seq_id % page_size, 1)
     first = [first_visible_page(computed, g.window, page_size) for g in state.groups]
     tables = [pages[low:] for pages, low in zip(prefix, first, strict=True)]
     for table in tables:
@@ -94,23 +96,23 @@ def _add_sequence(state, key, prefix, digests):
         for table in tables:
             table.append(state.pool.free[-1])
             state.pool.take(table[-1])
-    state.running[key] = EngineSequence(
-        key=key,
-        request=Request(f"req_{key}", prompt, max_new_tokens=10**6),
+    state.running[seq_id] = EngineSequence(
+        seq_id=seq_id,
+        request=Request(f"req_{seq_id}", prompt, max_new_tokens=10**6),
         num_prompt=len(prompt),
         limit=10**6,
         first=first,
         tables=tables,
-        generated=[key] * (computed + 1 - len(prompt)),
+        generated=[seq_id] * (computed + 1 - len(prompt)),
         computed=computed,
         room=-(-computed // page_size) * page_size,
         row=state.free_rows.pop(),
-        digests=digests.copy(),
-        indexed=len(digests),
-        next_index=full + page_size - len(prompt),
+        block_hashes=block_hashes.copy(),
+        num_hashed=len(block_hashes),
+        hash_next_at=full + page_size - len(prompt),
     )
-    state.keys[f"req_{key}"] = key
-    state.next_key = key + 1
+    state.seq_ids[f"req_{seq_id}"] = seq_id
+    state.next_seq_id = seq_id + 1
 
 
 def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
@@ -122,7 +124,7 @@ def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
     packed = thread_time()
     apply_plan(state, plan)
     applied = thread_time()
-    results = SampledTokens([token] * len(plan.sample_keys))
+    results = SampledTokens([token] * len(plan.sample_seq_ids))
     ready = thread_time()
     apply_results(state, plan, results)
     landed = thread_time()

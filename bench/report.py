@@ -135,20 +135,23 @@ def _equality(results: dict[str, Result]) -> str:
         "greedy fp32 tokens against `generate` alone",
         "settings",
         "requests equal",
-        "reliefs",
+        "preemptions",
         "file",
     )
     rows = []
     for name, result in results.items():
         settings, lengths = result["rows"], result["prompts"]
-        relief = sum(sum(row["relief"].values()) for row in settings)
+        # results of before the field had its present name say "relief"
+        preemptions = sum(
+            sum(row.get("preemptions", row.get("relief")).values()) for row in settings
+        )
         rows.append(
             (
                 f"{result['model']}, {len(lengths)} prompts of {min(lengths)} to {max(lengths)} "
                 f"tokens, {result['new_tokens']} new",
                 str(len(settings)),
                 f"{sum(row['equal'] for row in settings)} of {len(settings) * len(lengths)}",
-                str(relief),
+                str(preemptions),
                 _file(name, result),
             )
         )

@@ -86,7 +86,7 @@ class Engine:
         or its id is live.
         """
         self.check(len(request.prompt), request.max_new_tokens)
-        if request.id in self.state.keys:
+        if request.id in self.state.seq_ids:
             raise ValueError(f"request_id is {request.id!r}; accepted: ids of no live request")
         apply_arrival(self.state, request)
 
@@ -160,7 +160,7 @@ class Engine:
     def _land(self) -> StepOutput:
         plan, flight = self._flying.popleft()
         tokens, logprobs = flight.land()
-        errors = {plan.sample_keys[place]: text for place, text in flight.errors.items()}
+        errors = {plan.sample_seq_ids[place]: text for place, text in flight.errors.items()}
         return apply_results(
             self.state, plan, SampledTokens(tokens, logprobs, errors), perf_counter()
         )
@@ -169,7 +169,7 @@ class Engine:
         """Processors and tokens of the samples whose requests bring processors of their own."""
         if not self.options.needs_history:
             return {}
-        sequences = map(self.state.find, plan.sample_keys)
+        sequences = map(self.state.find, plan.sample_seq_ids)
         return {
             place: (sequence.request.processors, sequence.known())
             for place, sequence in enumerate(sequences)

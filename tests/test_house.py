@@ -179,7 +179,7 @@ def test_state_is_written_in_one_module():
 def test_the_writers_are_seen_to_write():
     fields, methods = owned_fields(PACKAGE), pool_writers(PACKAGE)
     assert {"computed", "in_flight", "tables", "running", "waiting", "free", "idle"} <= fields
-    assert {"take", "share", "drop", "index", "forget"} <= methods
+    assert {"take", "share", "drop", "register", "forget"} <= methods
     assert not {"find", "available"} & methods
     for module in OWNED:
         found = writes(PACKAGE[module], fields, methods)

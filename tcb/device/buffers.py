@@ -92,7 +92,7 @@ class Buffers:
         that are let in.
         """
         self._set_sampling(packed.admitted)
-        pages = -(-packed.context_end // self.page_size)
+        pages = -(-packed.max_seq_len // self.page_size)
         self._widen(pages)
         parts = [
             packed.token_ids,
@@ -102,9 +102,9 @@ class Buffers:
             packed.rows,
             packed.sample_index,
             packed.sample_row,
-            packed.edit,
-            packed.edit_start,
-            packed.edit_page,
+            packed.new_block,
+            packed.new_block_start,
+            packed.first_new_page,
         ]
         tensors = upload(parts, self.device)
         ids, positions, start, context, rows, index, sample_row, *edits = tensors

@@ -1,4 +1,4 @@
-"""Blocks that relief moves to host memory and back, and the block copies of forks.
+"""Moves blocks of preempted sequences to host memory and back, and copies the blocks of forks.
 
 Knows nothing of why a block moves; carries out the pairs of a packed batch in their order.
 """

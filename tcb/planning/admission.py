@@ -1,4 +1,4 @@
-"""Who is let in from the queue: prefix hits, forks, sequences back from relief.
+"""Who is let in from the queue: prefix hits, forks, sequences back from preemption.
 
 Reads the draft's `State`, writes only the draft.
 """
@@ -15,12 +15,12 @@ def plan_waiting(draft: Draft) -> None:
     """Let waiting sequences in, in order, until the first that does not fit; nobody while running
     ones lack blocks.
     """
-    if draft.relief or draft.starving or not draft.state.waiting:
+    if draft.preemptions or draft.lacks_blocks or not draft.state.waiting:
         return
     state = draft.state
-    coming = {digest for chunk in draft.chunks for digest in _computes(draft, chunk)}
+    coming = {block_hash for chunk in draft.chunks for block_hash in _computes(draft, chunk)}
     for sequence in state.waiting.values():
-        if draft.is_full or draft.keeps_margin or draft.rows_left == 0:
+        if draft.is_full or draft.prompts_wait or draft.rows_left == 0:
             return
         # whoever comes in needs a page of every group at least
         if draft.supply.left < draft.num_groups:
@@ -43,28 +43,28 @@ def plan_waiting(draft: Draft) -> None:
 def _computes(draft: Draft, chunk: Chunk) -> list[bytes]:
     """Digests of the full pages that this chunk completes."""
     page_size = draft.state.page_size
-    digests = draft.state.find(chunk.key).digests
-    return digests[chunk.start // page_size : chunk.end // page_size]
+    block_hashes = draft.state.find(chunk.seq_id).block_hashes
+    return block_hashes[chunk.start // page_size : chunk.end // page_size]
 
 
 def _plan_prompt(draft: Draft, sequence: Sequence, coming: set[bytes]) -> bool:
     """A fresh prompt, or one to be computed again: behind the longest prefix that the cache
     holds.
     """
-    page_size, digests = draft.state.page_size, sequence.digests
+    page_size, block_hashes = draft.state.page_size, sequence.block_hashes
     # at least one token is left to compute
-    end = min((sequence.num_known - 1) // page_size, len(digests))
+    end = min((sequence.num_known - 1) // page_size, len(block_hashes))
     while True:
         hit = _hit_pages(draft, sequence, end)
-        if hit < end and digests[hit] in coming:
+        if hit < end and block_hashes[hit] in coming:
             # this batch computes the next page of the same content: one step later it is a hit
             return True
         # a prompt that waits for blocks is asked in every step: not for every page of it
-        if not draft.is_alone and not _may_fit(draft, sequence, hit):
+        if not draft.has_pool_to_itself and not _may_fit(draft, sequence, hit):
             return False
         first = _first_visible(draft, hit * page_size)
         shared = tuple(
-            tuple([draft.supply.find(g, digest) for digest in digests[low:hit]])
+            tuple([draft.supply.find(g, block_hash) for block_hash in block_hashes[low:hit]])
             for g, low in enumerate(first)
         )
         holes = [
@@ -93,9 +93,11 @@ def _hit_pages(draft: Draft, sequence: Sequence, end: int) -> int:
     window reaches. Full groups are taken to hold no page without those before it: who reads a page
     reads these too, and gives them back later.
     """
-    find, digests, hit = draft.supply.find, sequence.digests, end
+    find, block_hashes, hit = draft.supply.find, sequence.block_hashes, end
     for g in draft.full:
-        hit = bisect_left(range(hit), True, key=lambda page, g=g: find(g, digests[page]) is None)
+        hit = bisect_left(
+            range(hit), True, key=lambda page, g=g: find(g, block_hashes[page]) is None
+        )
     while hit:
         missing = _missing_page(draft, sequence, hit)
         if missing is None:
@@ -111,7 +113,7 @@ def _missing_page(draft: Draft, sequence: Sequence, hit: int) -> int | None:
     for g in state.sliding:
         lowest = first_visible_page(hit * state.page_size, state.groups[g].window, state.page_size)
         for page in range(hit - 1, lowest - 1, -1):
-            if draft.supply.find(g, sequence.digests[page]) is None:
+            if draft.supply.find(g, sequence.block_hashes[page]) is None:
                 missing = page if missing is None else min(missing, page)
                 break
     return missing
@@ -121,14 +123,16 @@ def _may_fit(draft: Draft, sequence: Sequence, hit: int) -> bool:
     """Whether the sequence fits behind `hit` pages; in full groups the idle ones are taken to be
     the last.
     """
-    supply, digests, start = draft.supply, sequence.digests, hit * draft.state.page_size
+    supply, block_hashes, start = draft.supply, sequence.block_hashes, hit * draft.state.page_size
     first, cost = _first_visible(draft, start), 0
     for g in draft.state.sliding:
-        cost += supply.cost([supply.find(g, digest) for digest in digests[first[g] : hit]])
+        cost += supply.cost(
+            [supply.find(g, block_hash) for block_hash in block_hashes[first[g] : hit]]
+        )
     for g in draft.full:
 
         def is_idle(page: int, g: int = g) -> bool:
-            block = supply.find(g, digests[page])
+            block = supply.find(g, block_hashes[page])
             return block is None or supply.cost([block]) > 0
 
         cost += hit - bisect_left(range(hit), True, key=is_idle)
@@ -199,18 +203,18 @@ def _fitting(draft: Draft, sequence: Sequence, start: int, end_page: int, cost: 
     blocks out of the supply; 0 if it is to wait.
     """
     num_groups, running = draft.num_groups, len(draft.state.running)
-    count = draft.wanted(sequence, start)
+    count = draft.tokens_within_budget(sequence, start)
     left = draft.supply.left - cost - sum(_restored_pages(draft, sequence))
     need = len(draft.full) * draft.new_pages(sequence.length, end_page)
     need += (num_groups - len(draft.full)) * draft.new_pages(start + count, end_page)
-    # who was relieved comes back when the others have a page each to grow into, else it would be
-    # relieved again
-    reserve = running * num_groups if sequence.relieved else 0
-    if need + reserve + draft.owed <= left:
+    # who was preempted comes back when the others have a page each to grow into, else it would be
+    # preempted again
+    reserve = running * num_groups if sequence.preempted else 0
+    if need + reserve + draft.reserved_blocks <= left:
         return count
-    if not draft.is_alone:
+    if not draft.has_pool_to_itself:
         return 0
-    count = min(count, draft.reach(end_page, left) - start)
+    count = min(count, draft.room_with(end_page, left) - start)
     assert count > 0, f"{sequence.request.id!r} fits nowhere: {left} blocks left"
     return count
 

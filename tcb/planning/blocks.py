@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
-ROOT_DIGEST = bytes(16)
+ROOT_HASH = bytes(16)
 
 
-def page_digest(parent: bytes, tokens: Seq[int]) -> bytes:
+def hash_page(parent: bytes, tokens: Seq[int]) -> bytes:
     """The 128-bit content hash of one full page, chained to the page before it; equal in every
     process.
     """
@@ -24,7 +24,7 @@ def page_digest(parent: bytes, tokens: Seq[int]) -> bytes:
 
 
 class BlockPool:
-    """Every block is free (no content), idle (no reader, found by its digest) or held (at least one
+    """Every block is free (no content), idle (no reader, found by its hash) or held (at least one
     reader).
 
     `free` is a stack: the block given back last is handed out first, so a pool larger than its use
@@ -32,7 +32,7 @@ class BlockPool:
     longest is handed out first.
     """
 
-    __slots__ = ("block_of", "free", "idle", "key_of", "num_blocks", "readers")
+    __slots__ = ("block_of", "free", "hash_of", "idle", "num_blocks", "readers")
 
     def __init__(self, num_blocks: int, num_groups: int):
         self.num_blocks = num_blocks
@@ -40,16 +40,16 @@ class BlockPool:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.readers: list[int] = [0] * num_blocks
         self.block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        self.key_of: dict[int, tuple[int, bytes]] = {}
+        self.hash_of: dict[int, tuple[int, bytes]] = {}
 
     @property
     def available(self) -> int:
         """How many blocks can be handed out now."""
         return len(self.free) + len(self.idle)
 
-    def find(self, group: int, digest: bytes) -> int | None:
+    def find(self, group: int, block_hash: bytes) -> int | None:
         """The block that holds this page of this group, if there is one."""
-        return self.block_of[group].get(digest)
+        return self.block_of[group].get(block_hash)
 
     def take(self, block: int) -> None:
         """Hand a free or idle block to its first reader; what it held is forgotten."""
@@ -61,41 +61,41 @@ class BlockPool:
         self.readers[block] = 1
 
     def share(self, block: int) -> None:
-        """Add a reader to a block that is held or indexed."""
-        assert self.readers[block] or block in self.key_of, f"block {block} has nothing to share"
+        """Add a reader to a block that is held or registered."""
+        assert self.readers[block] or block in self.hash_of, f"block {block} has nothing to share"
         self.idle.pop(block, None)
         self.readers[block] += 1
 
     def drop(self, block: int) -> None:
-        """Take one reader away; without readers the block becomes idle if it is indexed, else
+        """Take one reader away; without readers the block becomes idle if it is registered, else
         free.
         """
         assert self.readers[block] > 0, f"block {block} has no reader to drop"
         self.readers[block] -= 1
         if self.readers[block] == 0:
-            if block in self.key_of:
+            if block in self.hash_of:
                 self.idle[block] = None
             else:
                 self.free.append(block)
 
-    def index(self, block: int, group: int, digest: bytes) -> None:
+    def register(self, block: int, group: int, block_hash: bytes) -> None:
         """Let a held block be found by its content; the first block of equal content stays the one
         that is found.
         """
-        if digest not in self.block_of[group] and block not in self.key_of:
-            self.block_of[group][digest] = block
-            self.key_of[block] = (group, digest)
+        if block_hash not in self.block_of[group] and block not in self.hash_of:
+            self.block_of[group][block_hash] = block
+            self.hash_of[block] = (group, block_hash)
 
     def forget(self, block: int) -> None:
         """Drop a block's content from the index."""
-        group, digest = self.key_of.pop(block)
-        del self.block_of[group][digest]
+        group, block_hash = self.hash_of.pop(block)
+        del self.block_of[group][block_hash]
 
     def forget_all(self) -> None:
         """Empty the index; idle blocks become free."""
         for found in self.block_of:
             found.clear()
-        self.key_of.clear()
+        self.hash_of.clear()
         self.free.extend(self.idle)
         self.idle.clear()
 
@@ -108,10 +108,14 @@ class BlockPool:
             "a block is lost or twice"
         )
         assert len({*self.free, *self.idle, *held}) == self.num_blocks, "a block is in two places"
-        assert all(block in self.key_of for block in self.idle), "an idle block has no content"
-        assert not any(block in self.key_of for block in self.free), "a free block is still indexed"
-        assert all(self.block_of[g][d] == b for b, (g, d) in self.key_of.items()), "index is broken"
-        assert sum(map(len, self.block_of)) == len(self.key_of), "index holds a forgotten block"
+        assert all(block in self.hash_of for block in self.idle), "an idle block has no content"
+        assert not any(block in self.hash_of for block in self.free), (
+            "a free block is still registered"
+        )
+        assert all(self.block_of[g][d] == b for b, (g, d) in self.hash_of.items()), (
+            "index is broken"
+        )
+        assert sum(map(len, self.block_of)) == len(self.hash_of), "index holds a forgotten block"
 
     def _leave_free(self, block: int) -> None:
         # blocks are handed out from the end of the stack, so the search is as short as what one

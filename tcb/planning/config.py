@@ -145,7 +145,7 @@ class Limits:
     policy              "fifo" or "prefill_first"
     share_prefixes      whether blocks of equal content are shared
     depth               batches still flying when the next is planned, 0 or 1
-    host_blocks         blocks of host memory for offload; 0: relief recomputes
+    host_blocks         blocks of host memory for offload; 0: preempted sequences are recomputed
     max_length          most positions of one sequence
     return_logprobs     whether the log-probabilities of sampled tokens are wanted
     deterministic       whether the bits of attention must not depend on batch and chunks

@@ -22,12 +22,12 @@ class Draft:
         self.requests_left = limits.max_requests
         self.decodes: list[int] = []
         self.chunks: list[Chunk] = []
-        self.relief: list[Preemption] = []
-        self.relieved: set[int] = set()
+        self.preemptions: list[Preemption] = []
+        self.preempted: set[int] = set()
         # blocks that running prompts still need after this batch: the queue cannot have them
-        self.owed = 0
-        self.starving = False
-        self.tight = state.pool.available < limits.safety_margin * state.pool.num_blocks
+        self.reserved_blocks = 0
+        self.lacks_blocks = False
+        self.below_margin = state.pool.available < limits.safety_margin * state.pool.num_blocks
         self.rows = reversed(state.free_rows)
         self.rows_left = len(state.free_rows)
         self.host = reversed(state.free_host)
@@ -44,16 +44,16 @@ class Draft:
         return bool(self.decodes or self.chunks)
 
     @property
-    def is_alone(self) -> bool:
+    def has_pool_to_itself(self) -> bool:
         """True when nothing runs and nothing is in the batch: what comes next has all blocks."""
         return not self.state.running and not self.is_started
 
     @property
-    def keeps_margin(self) -> bool:
+    def prompts_wait(self) -> bool:
         """Below the safety margin prompts wait while anything else is in the batch."""
-        return self.tight and self.is_started
+        return self.below_margin and self.is_started
 
-    def wanted(self, sequence: Sequence, start: int) -> int:
+    def tokens_within_budget(self, sequence: Sequence, start: int) -> int:
         """Tokens that the sequence would compute from `start`: all pending ones that the budget
         admits.
 
@@ -71,15 +71,15 @@ class Draft:
         """
         return max(0, -(-end // self.state.page_size) - end_page)
 
-    def reach(self, end_page: int, num_blocks: int) -> int:
+    def room_with(self, end_page: int, num_blocks: int) -> int:
         """The first position without a slot when `num_blocks` are spent on pages behind
         `end_page`.
         """
         return (end_page + num_blocks // self.num_groups) * self.state.page_size
 
-    def add_decodes(self, keys: list[int]) -> None:
+    def add_decodes(self, seq_ids: list[int]) -> None:
         """Promise one token to each of these sequences that have room, as far as the budgets go."""
-        self.decodes = keys[: min(self.tokens_left, self.requests_left)]
+        self.decodes = seq_ids[: min(self.tokens_left, self.requests_left)]
         self.tokens_left -= len(self.decodes)
         self.requests_left -= len(self.decodes)
 
@@ -101,7 +101,7 @@ class Draft:
         fresh = tuple([self.supply.take(pages) for pages in num_fresh])
         targets = [blocks[0] for blocks in fresh] if copy_from else ()
         chunk = Chunk(
-            key=sequence.key,
+            seq_id=sequence.seq_id,
             row=row,
             start=start,
             count=count,
@@ -117,13 +117,13 @@ class Draft:
         self.requests_left -= 1
         if not chunk.samples:
             end_page = -(-chunk.end // self.state.page_size)
-            self.owed += len(self.full) * self.new_pages(sequence.length, end_page)
+            self.reserved_blocks += len(self.full) * self.new_pages(sequence.length, end_page)
         return chunk
 
     def finish(self) -> BatchPlan:
-        """The frozen plan; relief that lets nobody compute anything is not worth it."""
-        relief = tuple(self.relief) if self.is_started else ()
-        return BatchPlan(tuple(self.decodes), tuple(self.chunks), relief)
+        """The frozen plan; preemptions that let nobody compute anything are left out."""
+        preemptions = tuple(self.preemptions) if self.is_started else ()
+        return BatchPlan(tuple(self.decodes), tuple(self.chunks), preemptions)
 
 
 def _restored(sequence: Sequence, fresh: tuple[Blocks, ...]) -> Pairs:

@@ -23,17 +23,22 @@ class PackedBatch:
     rows          [sequences]       row of every group's block table
     sample_index  [samples]         tokens whose logits are sampled
     sample_row    [samples]         their rows
-    edit          [edits]           blocks of new pages, group after group, in each group sequence
-                                    after sequence
-    edit_start    [groups * sequences + 1]       entry g * sequences + i, of sequence i in group g,
-                                    owns the blocks edit[edit_start[entry]:edit_start[entry + 1]]
-    edit_page     [groups * sequences]           the logical page of the first of them; the others
-                                    follow
+    new_block         [new blocks]                  what comes into the block tables, see below
+    new_block_start   [groups * sequences + 1]      where each entry's blocks start, and the end
+    first_new_page    [groups * sequences]          the logical page of an entry's first block
     offload       (block, host slot) pairs       first of all come offload, restore and copies,
     restore       (host slot, block) pairs       in this order
     copies        (source, target) blocks
     admitted      (row, how it samples) of the sequences that this batch lets in
-    context_end   the most positions that a sequence has after this batch
+    max_seq_len   the most positions that a sequence has after this batch
+
+    An entry g * sequences + i is sequence i in group g. Two groups and three sequences, of which
+    the first decodes in room that it has, while the second gets pages 1 and 2 and the third page 6:
+
+        entry              0       1       2       3       4       5
+        new_block              | 7   2 |   4   |       | 9   5 |   8   |
+        new_block_start    0   |   0   |   2   |   3   |   3   |   5   |   6
+        first_new_page     0   |   1   |   6   |   0   |   1   |   6   |
     """
 
     token_ids: array
@@ -43,15 +48,15 @@ class PackedBatch:
     rows: array
     sample_index: array
     sample_row: array
-    edit: array
-    edit_start: array
-    edit_page: array
+    new_block: array
+    new_block_start: array
+    first_new_page: array
     offload: Pairs
     restore: Pairs
     copies: Pairs
     admitted: tuple[tuple[int, SamplingParams], ...]
     num_decodes: int
-    context_end: int
+    max_seq_len: int
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +72,7 @@ class PackedBatch:
 def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
     """Lay the plan out. Reads only; call it before `apply_plan`."""
     running = state.running
-    decodes = [running[key] for key in plan.decodes]
+    decodes = [running[seq_id] for seq_id in plan.decodes]
     # a decode's pending token is known, or the last one sampled on the device
     token_ids = [-1 if s.in_flight else (s.generated or s.request.prompt)[-1] for s in decodes]
     positions = [s.computed for s in decodes]
@@ -76,10 +81,10 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
     query_start = list(range(len(decodes) + 1))
     sample_index = list(range(len(decodes)))
     sample_row = rows.copy()
-    edit, edit_start, edit_page = _pack_edits(len(state.groups), plan)
+    new_block, new_block_start, first_new_page = _pack_new_blocks(len(state.groups), plan)
     num_decodes = len(decodes)
     for chunk in plan.ordered_chunks:
-        sequence = state.find(chunk.key)
+        sequence = state.find(chunk.seq_id)
         token_ids += _chunk_tokens(sequence, chunk)
         positions += range(chunk.start, chunk.end)
         rows.append(chunk.row)
@@ -97,19 +102,21 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
         rows=array("i", rows),
         sample_index=array("i", sample_index),
         sample_row=array("i", sample_row),
-        edit=edit,
-        edit_start=edit_start,
-        edit_page=edit_page,
-        offload=tuple(p for relief in plan.relief for pairs in relief.offload for p in pairs),
+        new_block=new_block,
+        new_block_start=new_block_start,
+        first_new_page=first_new_page,
+        offload=tuple(
+            p for preemption in plan.preemptions for pairs in preemption.offload for p in pairs
+        ),
         restore=tuple(pair for chunk in plan.chunks for pair in chunk.restore),
         copies=tuple(pair for chunk in plan.chunks for pair in chunk.copies),
         admitted=tuple(
-            (chunk.row, state.waiting[chunk.key].request.sampling)
+            (chunk.row, state.waiting[chunk.seq_id].request.sampling)
             for chunk in plan.chunks
-            if chunk.key in state.waiting
+            if chunk.seq_id in state.waiting
         ),
         num_decodes=num_decodes,
-        context_end=max(positions, default=-1) + 1,
+        max_seq_len=max(positions, default=-1) + 1,
     )
 
 
@@ -118,17 +125,17 @@ def _chunk_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:
     return known if len(known) == chunk.count else [*known, *[-1] * (chunk.count - len(known))]
 
 
-def _pack_edits(num_groups: int, plan: BatchPlan) -> tuple[array, array, array]:
-    """`edit`, `edit_start` and `edit_page`: what the plan changes in the block tables."""
-    edit, edit_start, edit_page = array("i"), array("i"), array("i")
+def _pack_new_blocks(num_groups: int, plan: BatchPlan) -> tuple[array, array, array]:
+    """`new_block`, `new_block_start` and `first_new_page`: the plan's changes of the tables."""
+    new_block, new_block_start, first_new_page = array("i"), array("i"), array("i")
     for group in range(num_groups):
         # sequences that decode in room they have get no page
-        edit_start.extend([len(edit)] * len(plan.decodes))
-        edit_page.extend([0] * len(plan.decodes))
+        new_block_start.extend([len(new_block)] * len(plan.decodes))
+        first_new_page.extend([0] * len(plan.decodes))
         for chunk in plan.ordered_chunks:
-            edit_start.append(len(edit))
-            edit_page.append(chunk.first[group])
-            edit.extend(chunk.shared[group])
-            edit.extend(chunk.fresh[group])
-    edit_start.append(len(edit))
-    return edit, edit_start, edit_page
+            new_block_start.append(len(new_block))
+            first_new_page.append(chunk.first[group])
+            new_block.extend(chunk.shared[group])
+            new_block.extend(chunk.fresh[group])
+    new_block_start.append(len(new_block))
+    return new_block, new_block_start, first_new_page

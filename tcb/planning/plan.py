@@ -23,7 +23,7 @@ class Chunk:
     page of a fork); restore are (host slot, block) pairs.
     """
 
-    key: int
+    seq_id: int
     row: int
     start: int
     count: int
@@ -49,7 +49,7 @@ class Preemption:
     in the order of the tables.
     """
 
-    key: int
+    seq_id: int
     kind: Literal["recompute", "offload"]
     offload: tuple[Pairs, ...] = ()
 
@@ -59,13 +59,13 @@ class BatchPlan:
     """What the next batch is.
 
     decodes are sequences that compute one token in room they already have: nothing else needs
-    saying about them. chunks are all others, in the order in which their blocks were chosen. relief
-    comes before both.
+    saying about them. chunks are all others, in the order in which their blocks were chosen.
+    preemptions come before both.
     """
 
     decodes: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    relief: tuple[Preemption, ...]
+    preemptions: tuple[Preemption, ...]
 
     @cached_property
     def ordered_chunks(self) -> tuple[Chunk, ...]:
@@ -73,9 +73,9 @@ class BatchPlan:
         return tuple(sorted(self.chunks, key=lambda chunk: chunk.count > 1))
 
     @cached_property
-    def sample_keys(self) -> tuple[int, ...]:
+    def sample_seq_ids(self) -> tuple[int, ...]:
         """The sequences that sample a token in this batch, in batch order."""
-        return self.decodes + tuple(chunk.key for chunk in self.ordered_chunks if chunk.samples)
+        return self.decodes + tuple(chunk.seq_id for chunk in self.ordered_chunks if chunk.samples)
 
     @property
     def is_empty(self) -> bool:
@@ -91,9 +91,9 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """What one batch brought home: a token (and its log-probability) for each of the plan's
-    `sample_keys`.
+    `sample_seq_ids`.
 
-    A negative token means that the sample failed; `errors` may say why by key.
+    A negative token means that the sample failed; `errors` may say why, by seq_id.
     """
 
     tokens: Sequence[int]

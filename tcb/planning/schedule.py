@@ -19,7 +19,7 @@ def plan_batch(state: State, limits: Limits) -> BatchPlan:
     decoding, growing, prefilling = _sort_running(state)
     if limits.policy == "prefill_first":
         _plan_each(draft, prefilling)
-        draft.add_decodes(_not_relieved(draft, decoding))
+        draft.add_decodes(_not_preempted(draft, decoding))
         _plan_each(draft, growing)
     else:
         draft.add_decodes(decoding)
@@ -34,14 +34,14 @@ def _sort_running(state: State) -> tuple[list[int], list[Sequence], list[Sequenc
     prompts.
     """
     decoding, growing, prefilling = [], [], []
-    for key, sequence in state.running.items():
+    for seq_id, sequence in state.running.items():
         # numbers that stay small in a long context: Python makes an object of every large one
         made = len(sequence.generated) + sequence.in_flight
         pending = made - (sequence.computed - sequence.num_prompt)
         if pending == 1:
             if made < sequence.limit:
                 if sequence.computed < sequence.room:
-                    decoding.append(key)
+                    decoding.append(seq_id)
                 else:
                     growing.append(sequence)
         elif pending > 1:
@@ -49,17 +49,21 @@ def _sort_running(state: State) -> tuple[list[int], list[Sequence], list[Sequenc
     return decoding, growing, prefilling
 
 
-def _not_relieved(draft: Draft, keys: list[int]) -> list[int]:
-    return [key for key in keys if key not in draft.relieved] if draft.relieved else keys
+def _not_preempted(draft: Draft, seq_ids: list[int]) -> list[int]:
+    return (
+        [seq_id for seq_id in seq_ids if seq_id not in draft.preempted]
+        if draft.preempted
+        else seq_ids
+    )
 
 
 def _plan_each(draft: Draft, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         if draft.is_full:
             return
-        if sequence.key in draft.relieved:
+        if sequence.seq_id in draft.preempted:
             continue
-        if sequence.length - sequence.computed > 1 and draft.keeps_margin:
+        if sequence.length - sequence.computed > 1 and draft.prompts_wait:
             return
         _plan_running(draft, sequence)
 
@@ -67,18 +71,18 @@ def _plan_each(draft: Draft, sequences: list[Sequence]) -> None:
 def _plan_running(draft: Draft, sequence: Sequence) -> None:
     """One chunk of a running sequence that needs new pages, or whose prompt is not done."""
     supply, start = draft.supply, sequence.computed
-    count = draft.wanted(sequence, start)
+    count = draft.tokens_within_budget(sequence, start)
     end_page = sequence.room // draft.state.page_size
     need = draft.num_groups * draft.new_pages(start + count, end_page)
     leaving = _leaving(draft.state, sequence)
     freed = sum(supply.readers(block) == 1 for block in leaving)
     # a decode needs its page; a prompt that finds at least one more page goes on with a shorter
     # chunk
-    _relieve_newer(draft, sequence, min(need, draft.num_groups) - freed)
+    _preempt_newer(draft, sequence, min(need, draft.num_groups) - freed)
     if need > supply.left + freed:
-        count = draft.reach(end_page, supply.left + freed) - start
+        count = draft.room_with(end_page, supply.left + freed) - start
     if count <= 0:
-        draft.starving = True
+        draft.lacks_blocks = True
         return
     for block in leaving:
         supply.release(block)
@@ -102,20 +106,24 @@ def _leaving(state: State, sequence: Sequence) -> list[int]:
     return blocks
 
 
-def _relieve_newer(draft: Draft, sequence: Sequence, need: int) -> None:
+def _preempt_newer(draft: Draft, sequence: Sequence, need: int) -> None:
     """Take blocks from sequences that came later, the newest first, until `need` are there.
 
     Only later ones: so the oldest always goes on, and everybody's turn comes.
     """
     if need <= draft.supply.left:
         return
-    planned = {*draft.decodes, *(chunk.key for chunk in draft.chunks), *draft.relieved}
-    newer = sorted(key for key in draft.state.running if key > sequence.key and key not in planned)
+    planned = {*draft.decodes, *(chunk.seq_id for chunk in draft.chunks), *draft.preempted}
+    newer = sorted(
+        seq_id
+        for seq_id in draft.state.running
+        if seq_id > sequence.seq_id and seq_id not in planned
+    )
     while need > draft.supply.left and newer:
-        _relieve(draft, draft.state.running[newer.pop()])
+        _preempt(draft, draft.state.running[newer.pop()])
 
 
-def _relieve(draft: Draft, victim: Sequence) -> None:
+def _preempt(draft: Draft, victim: Sequence) -> None:
     # pages behind the window are not worth a host slot, nor a block when the sequence comes back
     kept = [
         table[pages_left(draft.state, victim, g, victim.computed) :]
@@ -126,10 +134,10 @@ def _relieve(draft: Draft, victim: Sequence) -> None:
         draft.host_left -= num_blocks
         # zip asks the table first, so that no host slot is drawn in vain
         pairs = tuple(tuple(zip(table, draft.host, strict=False)) for table in kept)
-        draft.relief.append(Preemption(victim.key, "offload", pairs))
+        draft.preemptions.append(Preemption(victim.seq_id, "offload", pairs))
     else:
-        draft.relief.append(Preemption(victim.key, "recompute"))
-    draft.relieved.add(victim.key)
+        draft.preemptions.append(Preemption(victim.seq_id, "recompute"))
+    draft.preempted.add(victim.seq_id)
     for table in victim.tables:
         for block in table:
             draft.supply.release(block)

@@ -1,16 +1,14 @@
-"""What the engine knows of every sequence; the `apply_*` functions are the only writers in the
-package.
+"""What the engine knows of every sequence; only the `apply_*` functions write it.
 
-Knows nothing of why something was decided (`schedule`) or of tensors. It is plain mutable Python on
-purpose: replacing frozen records one by one cost several milliseconds a step at a thousand
-sequences.
+The records are plain mutable Python: to replace frozen ones one by one costs several milliseconds a
+step at a thousand sequences.
 """
 
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tcb.planning.blocks import ROOT_DIGEST, BlockPool, page_digest
+from tcb.planning.blocks import ROOT_HASH, BlockPool, hash_page
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, num_columns
 from tcb.planning.plan import BatchPlan, Chunk, Preemption, SampledTokens
@@ -25,14 +23,23 @@ class Sequence:
     """The engine's record of one request.
 
     Of `length` positions, `in_flight` have their tokens on the device only; `computed` have their
-    keys and values in the cache once the launched batches land, the others are pending. Generated
-    tokens stand apart from the prompt: a decode touches nothing that a long context has pushed out
-    of the processor's caches. At most `limit` are generated; when there are more than `next_index`,
-    another page can be indexed. `tables[g]` are the blocks of the pages `first[g], first[g] + 1,
-    ...`; all groups end at the same page, so positions below `room` have a slot.
+    keys and values in the cache once the launched batches land; the others are pending. At most
+    `limit` tokens are generated; when there are more than `hash_next_at`, another page can be
+    hashed and found. Generated tokens stand apart from the prompt: a decode touches nothing that a
+    long context has pushed out of the processor's caches.
+
+    `tables[g]` are the blocks of the pages first[g], first[g] + 1, ...; the tables of all groups
+    end at the same page, and positions below `room` have a slot. Pages of 4, a full group and one
+    with a window of 6 and three columns:
+
+        position        0-3   4-7   8-11  12-15 16-19     computed 18, length 19, room 20
+        page            0     1     2     3     4
+        tables[0]       7     2     9     4     1         first[0] = 0
+        tables[1]                         5     8         first[1] = 3, page 2 has left the window
+        column          0     1     2     0     1         page % 3: page 4 lies where page 1 did
     """
 
-    key: int
+    seq_id: int
     request: Request
     num_prompt: int
     limit: int
@@ -43,11 +50,11 @@ class Sequence:
     in_flight: int = 0
     room: int = 0
     row: int = NO_ROW
-    digests: list[bytes] = field(default_factory=list)
-    indexed: int = 0
-    next_index: int = NEVER
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_hashed: int = 0
+    hash_next_at: int = NEVER
     host: list[list[int]] | None = None
-    relieved: bool = False
+    preempted: bool = False
     parent: int | None = None
     unforked: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -87,19 +94,17 @@ class State:
     free_host: list[int]
     waiting: "OrderedDict[int, Sequence]" = field(default_factory=OrderedDict)
     running: dict[int, Sequence] = field(default_factory=dict)
-    keys: dict[str, int] = field(default_factory=dict)
-    next_key: int = 0
+    seq_ids: dict[str, int] = field(default_factory=dict)
+    next_seq_id: int = 0
 
-    def find(self, key: int) -> Sequence | None:
-        """The live sequence of this key."""
-        return self.running.get(key) or self.waiting.get(key)
+    def find(self, seq_id: int) -> Sequence | None:
+        """The live sequence of this id."""
+        return self.running.get(seq_id) or self.waiting.get(seq_id)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What landing a batch changed: sequences that ended, and streaming ones that go on with one
-    more token.
-    """
+    """What landing a batch changed: sequences that ended, and streaming ones with a new token."""
 
     finished: tuple[Sequence, ...]
     streamed: tuple[Sequence, ...]
@@ -125,10 +130,10 @@ def new_state(groups: tuple[LayerGroup, ...], limits: Limits) -> State:
 
 def apply_arrival(state: State, request: Request) -> Sequence:
     """Queue a request; its id must not be that of a live one. Returns the new sequence."""
-    assert request.id not in state.keys, f"request {request.id!r} is live already"
-    key, num_groups = state.next_key, len(state.groups)
+    assert request.id not in state.seq_ids, f"request {request.id!r} is live already"
+    seq_id, num_groups = state.next_seq_id, len(state.groups)
     sequence = Sequence(
-        key=key,
+        seq_id=seq_id,
         request=request,
         num_prompt=len(request.prompt),
         limit=request.max_new_tokens,
@@ -136,24 +141,22 @@ def apply_arrival(state: State, request: Request) -> Sequence:
         tables=[[] for _ in range(num_groups)],
     )
     if state.share:
-        sequence.next_index = state.page_size - sequence.num_prompt
-        _extend_digests(state, sequence)
+        sequence.hash_next_at = state.page_size - sequence.num_prompt
+        _extend_hashes(state, sequence)
         _join_parent(state, sequence)
-    state.next_key += 1
-    state.keys[request.id] = key
-    state.waiting[key] = sequence
+    state.next_seq_id += 1
+    state.seq_ids[request.id] = seq_id
+    state.waiting[seq_id] = sequence
     return sequence
 
 
 def apply_cancel(state: State, request_id: str) -> list[Sequence]:
-    """End a live request, and the forks of it that have not begun. Returns the sequences that
-    ended.
-    """
-    key = state.keys.get(request_id)
-    if key is None:
+    """End a live request and its forks that have not begun. Returns the ended sequences."""
+    seq_id = state.seq_ids.get(request_id)
+    if seq_id is None:
         return []
-    ended = [state.find(key)]
-    ended += [s for s in state.waiting.values() if s.parent == key and s.row == NO_ROW]
+    ended = [state.find(seq_id)]
+    ended += [s for s in state.waiting.values() if s.parent == seq_id and s.row == NO_ROW]
     for sequence in ended:
         _end(state, sequence)
     return ended
@@ -161,7 +164,7 @@ def apply_cancel(state: State, request_id: str) -> list[Sequence]:
 
 def apply_new_weights(state: State) -> None:
     """Forget every key and value: all sequences compute theirs again. No batch may be in flight."""
-    for sequence in sorted(state.running.values(), key=lambda s: -s.key):
+    for sequence in sorted(state.running.values(), key=lambda s: -s.seq_id):
         assert sequence.in_flight == 0, f"{sequence.request.id!r} has a token in flight"
         _to_waiting(state, sequence)
         _restart(sequence)
@@ -176,15 +179,14 @@ def apply_plan(state: State, plan: BatchPlan, now: float = 0.0) -> None:
     """Record that this batch is launched: blocks change hands, progress is counted. Writes State,
     never the plan.
     """
-    for relief in plan.relief:
-        _apply_relief(state, relief)
+    for preemption in plan.preemptions:
+        _apply_preemption(state, preemption)
     running = state.running
-    for key in plan.decodes:
-        sequence = running[key]
+    for seq_id in plan.decodes:
+        sequence = running[seq_id]
         sequence.computed += 1
         sequence.in_flight += 1
-    # before anything is dropped: a fork may share a page that its parent leaves behind in this
-    # batch
+    # before anything is dropped: a fork may share a page that its parent leaves in this batch
     for block in (block for chunk in plan.chunks for blocks in chunk.shared for block in blocks):
         state.pool.share(block)
     for chunk in plan.chunks:
@@ -197,14 +199,14 @@ def apply_results(
     """Append a landed batch's tokens and end what is complete; tokens of ended ones are dropped."""
     finished, streamed = [], []
     running, waiting, logprobs = state.running, state.waiting, results.logprobs
-    for index, (key, token) in enumerate(zip(plan.sample_keys, results.tokens, strict=True)):
-        sequence = running.get(key) or waiting.get(key)
+    for index, (seq_id, token) in enumerate(zip(plan.sample_seq_ids, results.tokens, strict=True)):
+        sequence = running.get(seq_id) or waiting.get(seq_id)
         if sequence is None:
             continue
         request, generated = sequence.request, sequence.generated
         sequence.in_flight -= 1
         if token < 0:
-            sequence.error = results.errors.get(key, "the model's logits are not finite")
+            sequence.error = results.errors.get(seq_id, "the model's logits are not finite")
             finished.append(sequence)
             continue
         generated.append(token)
@@ -215,21 +217,19 @@ def apply_results(
         if token in request.eos or len(generated) >= sequence.limit:
             finished.append(sequence)
         else:
-            if len(generated) > sequence.next_index:
-                _index_pages(state, sequence)
+            if len(generated) > sequence.hash_next_at:
+                _register_pages(state, sequence)
             if request.streaming:
                 streamed.append(sequence)
     for sequence in finished:
-        if sequence.error is None and len(sequence.generated) > sequence.next_index:
-            _index_pages(state, sequence)
+        if sequence.error is None and len(sequence.generated) > sequence.hash_next_at:
+            _register_pages(state, sequence)
         _end(state, sequence)
     return StepOutput(tuple(finished), tuple(streamed))
 
 
 def pages_left(state: State, sequence: Sequence, group: int, position: int) -> int:
-    """How many of the first pages of this table no query at `position` or later may read. Reads
-    only.
-    """
+    """How many of this table's first pages no query at `position` or later may read."""
     window = state.groups[group].window
     if window is None:
         return 0
@@ -239,11 +239,11 @@ def pages_left(state: State, sequence: Sequence, group: int, position: int) -> i
 
 def _join_parent(state: State, sequence: Sequence) -> None:
     """A fork waits for its parent's prompt, unless there is nothing to share with it."""
-    parent = state.find(state.keys.get(sequence.request.parent, -1))
+    parent = state.find(state.seq_ids.get(sequence.request.parent, -1))
     if parent is None or sequence.num_prompt < 2 or parent.computed >= sequence.num_prompt:
         return
     assert parent.request.prompt == sequence.request.prompt, "a fork has its parent's prompt"
-    sequence.parent = parent.key
+    sequence.parent = parent.seq_id
     parent.unforked += 1
 
 
@@ -256,7 +256,7 @@ def _leave_parent(state: State, sequence: Sequence) -> None:
 
 
 def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
-    sequence = state.running.get(chunk.key)
+    sequence = state.running.get(chunk.seq_id)
     if sequence is None:
         sequence = _admit(state, chunk, now)
     _drop_left(state, sequence, chunk.start)
@@ -271,35 +271,35 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
     sequence.computed = chunk.start + chunk.count
     sequence.in_flight += chunk.samples
     sequence.room = (sequence.first[0] + len(sequence.tables[0])) * state.page_size
-    if sequence.computed - sequence.num_prompt >= sequence.next_index:
-        _index_pages(state, sequence)
+    if sequence.computed - sequence.num_prompt >= sequence.hash_next_at:
+        _register_pages(state, sequence)
     if chunk.count > 1:
         # after one token hardly any page leaves: that is found out when the next page is needed
         _drop_left(state, sequence, sequence.computed)
 
 
 def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
-    sequence = state.waiting.pop(chunk.key)
+    sequence = state.waiting.pop(chunk.seq_id)
     _leave_parent(state, sequence)
     _pop_named(state.free_rows, chunk.row)
-    state.running[chunk.key] = sequence
+    state.running[chunk.seq_id] = sequence
     sequence.row = chunk.row
-    sequence.relieved = False
+    sequence.preempted = False
     if sequence.started < 0:
         sequence.started = now
     if sequence.host is not None:
         _leave_host(state, sequence)
-    sequence.indexed = 0
+    sequence.num_hashed = 0
     if state.share:
-        sequence.next_index = state.page_size - sequence.num_prompt
+        sequence.hash_next_at = state.page_size - sequence.num_prompt
     return sequence
 
 
-def _apply_relief(state: State, relief: Preemption) -> None:
-    sequence = state.running[relief.key]
-    if relief.kind == "offload":
+def _apply_preemption(state: State, preemption: Preemption) -> None:
+    sequence = state.running[preemption.seq_id]
+    if preemption.kind == "offload":
         _drop_left(state, sequence, sequence.computed)
-        host = [[slot for _, slot in pairs] for pairs in relief.offload]
+        host = [[slot for _, slot in pairs] for pairs in preemption.offload]
         for slot in (slot for slots in host for slot in slots):
             _pop_named(state.free_host, slot)
         _to_waiting(state, sequence)
@@ -311,12 +311,12 @@ def _apply_relief(state: State, relief: Preemption) -> None:
 
 def _to_waiting(state: State, sequence: Sequence) -> None:
     """Take a running sequence's row and blocks away and put it first in the queue."""
-    del state.running[sequence.key]
+    del state.running[sequence.seq_id]
     _drop_all(state, sequence)
     _free_row(state, sequence)
-    sequence.relieved = True
-    state.waiting[sequence.key] = sequence
-    state.waiting.move_to_end(sequence.key, last=False)
+    sequence.preempted = True
+    state.waiting[sequence.seq_id] = sequence
+    state.waiting.move_to_end(sequence.seq_id, last=False)
 
 
 def _pop_named(stack: list[int], name: int) -> None:
@@ -337,9 +337,9 @@ def _leave_host(state: State, sequence: Sequence) -> None:
 
 def _end(state: State, sequence: Sequence) -> None:
     _leave_parent(state, sequence)
-    state.running.pop(sequence.key, None)
-    state.waiting.pop(sequence.key, None)
-    del state.keys[sequence.request.id]
+    state.running.pop(sequence.seq_id, None)
+    state.waiting.pop(sequence.seq_id, None)
+    del state.seq_ids[sequence.request.id]
     if sequence.host is not None:
         _leave_host(state, sequence)
     _drop_all(state, sequence)
@@ -376,25 +376,23 @@ def _drop_left(state: State, sequence: Sequence, position: int) -> None:
             sequence.first[g] += count
 
 
-def _extend_digests(state: State, sequence: Sequence) -> None:
-    """Hash every full page of known tokens that has no digest yet."""
-    page_size, digests = state.page_size, sequence.digests
-    for page in range(len(digests), sequence.num_known // page_size):
-        parent = digests[-1] if digests else ROOT_DIGEST
+def _extend_hashes(state: State, sequence: Sequence) -> None:
+    """Hash every full page of known tokens that has no block_hash yet."""
+    page_size, block_hashes = state.page_size, sequence.block_hashes
+    for page in range(len(block_hashes), sequence.num_known // page_size):
+        parent = block_hashes[-1] if block_hashes else ROOT_HASH
         tokens = sequence.known(page * page_size, (page + 1) * page_size)
-        digests.append(page_digest(parent, tokens))
+        block_hashes.append(hash_page(parent, tokens))
 
 
-def _index_pages(state: State, sequence: Sequence) -> None:
-    """Let every page be found whose tokens are known and whose keys and values are computed or
-    launched.
-    """
+def _register_pages(state: State, sequence: Sequence) -> None:
+    """Register every page whose tokens are known and whose keys and values are launched."""
     full = min(sequence.computed, sequence.num_known) // state.page_size
-    if full > len(sequence.digests):
-        _extend_digests(state, sequence)
+    if full > len(sequence.block_hashes):
+        _extend_hashes(state, sequence)
     for g, table in enumerate(sequence.tables):
         first = sequence.first[g]
-        for page in range(max(sequence.indexed, first), min(full, first + len(table))):
-            state.pool.index(table[page - first], g, sequence.digests[page])
-    sequence.indexed = max(full, sequence.indexed)
-    sequence.next_index = (sequence.indexed + 1) * state.page_size - sequence.num_prompt
+        for page in range(max(sequence.num_hashed, first), min(full, first + len(table))):
+            state.pool.register(table[page - first], g, sequence.block_hashes[page])
+    sequence.num_hashed = max(full, sequence.num_hashed)
+    sequence.hash_next_at = (sequence.num_hashed + 1) * state.page_size - sequence.num_prompt

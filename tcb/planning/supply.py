@@ -13,7 +13,7 @@ from tcb.planning.blocks import BlockPool
 
 class Supply:
     """Blocks in the order in which they are handed out: given back by this plan, free, idle, given
-    back but indexed.
+    back but registered.
 
     `left` is how many can still be taken.
     """
@@ -50,7 +50,7 @@ class Supply:
         self._readers[block] = readers
         if readers == 0:
             self.left += 1
-            if block in pool.key_of:
+            if block in pool.hash_of:
                 self._retired.append(block)
             else:
                 self._recycled.append(block)
@@ -62,11 +62,11 @@ class Supply:
         self.left -= count
         return blocks
 
-    def find(self, group: int, digest: bytes) -> int | None:
+    def find(self, group: int, block_hash: bytes) -> int | None:
         """The block that holds this page, unless this plan has promised it to somebody else's new
         content.
         """
-        block = self._pool.find(group, digest)
+        block = self._pool.find(group, block_hash)
         return None if block in self._given else block
 
     def cost(self, blocks: Iterable[int]) -> int:

@@ -189,7 +189,7 @@ class Loop:
         for landed in self._engine.drain():
             self._deliver(landed)
         # one by one, and not `fail_all`, which forgets the cache: it may be kept
-        for request_id in list(self._engine.state.keys):
+        for request_id in list(self._engine.state.seq_ids):
             self._fail(self._engine.cancel(request_id), HARD_STOPPED)
         for requests in _take_all(self._inbox.requests):
             for request in filter(self._router.holds, requests):

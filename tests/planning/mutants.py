@@ -36,9 +36,9 @@ MUTANTS = (
         "            del self.idle[block]",
     ),
     Mutant(
-        "a dropped block is free though it is indexed",
+        "a dropped block is free though it is registered",
         "blocks.py",
-        "if block in self.key_of:\n                self.idle[block] = None",
+        "if block in self.hash_of:\n                self.idle[block] = None",
         "if False:\n                self.idle[block] = None",
     ),
     Mutant(
@@ -98,28 +98,28 @@ MUTANTS = (
         "if True:",
     ),
     Mutant(
-        "the oldest is relieved first",
+        "the oldest is preempted first",
         "schedule.py",
         "draft.state.running[newer.pop()]",
         "draft.state.running[newer.pop(0)]",
     ),
     Mutant(
-        "relief takes from older sequences too",
+        "preemption takes from older sequences too",
         "schedule.py",
-        "if key > sequence.key and key not in planned",
-        "if key != sequence.key and key not in planned",
+        "if seq_id > sequence.seq_id and seq_id not in planned",
+        "if seq_id != sequence.seq_id and seq_id not in planned",
     ),
     Mutant(
-        "relief takes from sequences of the batch",
+        "preemption takes from sequences of the batch",
         "schedule.py",
-        "if key > sequence.key and key not in planned",
-        "if key > sequence.key and key not in draft.relieved",
+        "if seq_id > sequence.seq_id and seq_id not in planned",
+        "if seq_id > sequence.seq_id and seq_id not in draft.preempted",
     ),
     Mutant(
-        "a relieved sequence decodes in the same batch",
+        "a preempted sequence decodes in the same batch",
         "schedule.py",
-        "return [key for key in keys if key not in draft.relieved] if draft.relieved else keys",
-        "return keys",
+        "[seq_id for seq_id in seq_ids if seq_id not in draft.preempted]",
+        "seq_ids",
     ),
     Mutant(
         "pages are recycled by the end of a chunk, not by its start",
@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "the whole prompt is a hit",
         "admission.py",
-        "end = min((sequence.num_known - 1) // page_size, len(digests))",
-        "end = min(sequence.num_known // page_size, len(digests))",
+        "end = min((sequence.num_known - 1) // page_size, len(block_hashes))",
+        "end = min(sequence.num_known // page_size, len(block_hashes))",
     ),
     Mutant(
         "a hit of sliding groups lacks the first page of the window",
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "identical prompts are computed side by side",
         "admission.py",
-        "if hit < end and digests[hit] in coming:",
+        "if hit < end and block_hashes[hit] in coming:",
         "if False:",
     ),
     Mutant(
@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "a prompt that waits is let in though its blocks are not there",
         "admission.py",
-        "if need + reserve + draft.owed <= left:",
-        "if draft.owed <= left:",
+        "if need + reserve + draft.reserved_blocks <= left:",
+        "if draft.reserved_blocks <= left:",
     ),
     Mutant(
         "two sequences get one row",
@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "a generated page is found a page late",
         "state.py",
-        "(sequence.indexed + 1) * state.page_size - sequence.num_prompt",
-        "(sequence.indexed + 2) * state.page_size - sequence.num_prompt",
+        "(sequence.num_hashed + 1) * state.page_size - sequence.num_prompt",
+        "(sequence.num_hashed + 2) * state.page_size - sequence.num_prompt",
     ),
     Mutant(
         "a page is found before its last token is computed",
@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "the last page of an answer is not found",
         "state.py",
-        "if sequence.error is None and len(sequence.generated) > sequence.next_index:",
+        "if sequence.error is None and len(sequence.generated) > sequence.hash_next_at:",
         "if False:",
     ),
     Mutant(
@@ -277,14 +277,14 @@ MUTANTS = (
     Mutant(
         "a cancelled sequence keeps its host slots",
         "state.py",
-        "    del state.keys[sequence.request.id]\n    if sequence.host is not None:\n",
-        "    del state.keys[sequence.request.id]\n    if False:\n",
+        "    del state.seq_ids[sequence.request.id]\n    if sequence.host is not None:\n",
+        "    del state.seq_ids[sequence.request.id]\n    if False:\n",
     ),
     Mutant(
         "forks that have not begun outlive their cancelled parent",
         "state.py",
-        "if s.parent == key and s.row == NO_ROW]",
-        "if s.parent == key and s.row != NO_ROW]",
+        "if s.parent == seq_id and s.row == NO_ROW]",
+        "if s.parent == seq_id and s.row != NO_ROW]",
     ),
     Mutant(
         "the end token does not end a sequence",
@@ -300,16 +300,16 @@ MUTANTS = (
         "[(s.generated or s.request.prompt)[-1] for s in decodes]",
     ),
     Mutant(
-        "table edits count pages from the first new one",
+        "new blocks count pages from the first new one",
         "packing.py",
-        "edit_page.append(chunk.first[group])",
-        "edit_page.append(0)",
+        "first_new_page.append(chunk.first[group])",
+        "first_new_page.append(0)",
     ),
     Mutant(
-        "edits follow the order of planning, not of the batch",
+        "new blocks follow the order of planning, not of the batch",
         "packing.py",
-        "for chunk in plan.ordered_chunks:\n            edit_start",
-        "for chunk in plan.chunks:\n            edit_start",
+        "for chunk in plan.ordered_chunks:\n            new_block_start",
+        "for chunk in plan.chunks:\n            new_block_start",
     ),
     Mutant(
         "samples are taken from the first token of a chunk",
@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         "samples are in the order of planning, not of the batch",
         "plan.py",
-        "tuple(chunk.key for chunk in self.ordered_chunks if chunk.samples)",
-        "tuple(chunk.key for chunk in self.chunks if chunk.samples)",
+        "tuple(chunk.seq_id for chunk in self.ordered_chunks if chunk.samples)",
+        "tuple(chunk.seq_id for chunk in self.chunks if chunk.samples)",
     ),
     Mutant(
         "a block table is too narrow by a column",

@@ -114,7 +114,7 @@ class Server:
         plan = self._plan()
         busy = not plan.is_empty
         assert busy or self.flying or not self.live, f"stuck at step {self.step}"
-        assert busy or not plan.relief, "somebody is relieved for nothing"
+        assert busy or not plan.preemptions, "somebody is preempted for nothing"
         if busy:
             self._launch(plan)
         while self.flying and (len(self.flying) > self.limits.depth or not busy):
@@ -206,7 +206,7 @@ class Server:
         self._count(plan)
         batch = pack_batch(state, plan)
         fresh = set(chain.from_iterable(blocks for c in plan.chunks for blocks in c.fresh))
-        fixed = set(pool.key_of) - fresh
+        fixed = set(pool.hash_of) - fresh
         apply_plan(state, plan)
         tokens = self.device.launch(batch)
         self._check_state()
@@ -217,16 +217,16 @@ class Server:
     def _land(self):
         plan, tokens = self.flying.popleft()
         tokens = [
-            -1 if self._fails(key) else token
-            for key, token in zip(plan.sample_keys, tokens, strict=True)
+            -1 if self._fails(seq_id) else token
+            for seq_id, token in zip(plan.sample_seq_ids, tokens, strict=True)
         ]
         for sequence in apply_results(self.state, plan, SampledTokens(tokens)).finished:
             record = self.live.pop(sequence.request.id)
             record.end = "finished" if sequence.error is None else "failed"
             self.counts[record.end] += 1
 
-    def _fails(self, key):
-        sequence = self.state.find(key)
+    def _fails(self, seq_id):
+        sequence = self.state.find(seq_id)
         if sequence is None:
             return False
         return len(sequence.generated) == self.live[sequence.request.id].arrival.fails_at
@@ -234,32 +234,36 @@ class Server:
     def _count(self, plan):
         state, counts = self.state, self.counts
         for chunk in plan.chunks:
-            sequence = state.find(chunk.key)
+            sequence = state.find(chunk.seq_id)
             counts["chunked"] += not chunk.samples
             counts["hit pages"] += max(map(len, chunk.shared))
             counts["restored"] += bool(chunk.restore)
             counts["forks"] += bool(sequence.row == NO_ROW and sequence.parent and chunk.start)
             counts["copies"] += len(chunk.copies)
-        for relief in plan.relief:
-            counts[relief.kind] += 1
+        for preemption in plan.preemptions:
+            counts[preemption.kind] += 1
         counts["left"] += sum(len(s.first) and max(s.first) > 0 for s in state.running.values())
 
     def _check_budgets(self, plan):
-        keys = [*plan.decodes, *(chunk.key for chunk in plan.chunks)]
-        relieved = [relief.key for relief in plan.relief]
-        assert len({*keys, *relieved}) == len(keys) + len(relieved), "an id is planned twice"
+        seq_ids = [*plan.decodes, *(chunk.seq_id for chunk in plan.chunks)]
+        preempted = [preemption.seq_id for preemption in plan.preemptions]
+        assert len({*seq_ids, *preempted}) == len(seq_ids) + len(preempted), (
+            "an id is planned twice"
+        )
         assert plan.num_tokens <= self.limits.max_batch_tokens
-        assert len(keys) <= self.limits.max_requests
+        assert len(seq_ids) <= self.limits.max_requests
         running = self.state.running
-        assert min(running, default=-1) not in relieved, "the oldest is relieved"
-        assert relieved == sorted(relieved, reverse=True), "not the newest first"
+        assert min(running, default=-1) not in preempted, "the oldest is preempted"
+        assert preempted == sorted(preempted, reverse=True), "not the newest first"
         # the newest first, but for those that are in the batch themselves
-        assert all(k in keys or k in relieved for k in running if relieved and k > relieved[-1])
+        assert all(
+            k in seq_ids or k in preempted for k in running if preempted and k > preempted[-1]
+        )
 
     def _check_written(self, batch: PackedBatch, fixed: set[int]):
         """What a launch wrote is read by its writer alone and was not to be found before."""
         written = self.device.written
-        assert not fixed & written.keys(), "wrote a block that is indexed"
+        assert not fixed & written.keys(), "wrote a block that is registered"
         for sequence in self.state.running.values():
             for block in chain.from_iterable(sequence.tables):
                 assert written.get(block, sequence.row) == sequence.row, "wrote a block of others"
@@ -274,7 +278,7 @@ class Server:
                 readers[block] += 1
         assert readers == pool.readers, "readers are not those of the tables"
         assert not state.running.keys() & state.waiting.keys()
-        assert sorted(state.keys.values()) == sorted([*state.running, *state.waiting])
+        assert sorted(state.seq_ids.values()) == sorted([*state.running, *state.waiting])
         rows = [sequence.row for sequence in state.running.values()]
         assert sorted(rows + state.free_rows) == list(range(self.limits.max_requests))
         hosted = [slot for s in state.waiting.values() for slots in s.host or () for slot in slots]
@@ -304,7 +308,7 @@ class Server:
 
     def _check_nothing_held(self):
         state = self.state
-        assert not (state.running or state.waiting or state.keys)
+        assert not (state.running or state.waiting or state.seq_ids)
         assert not any(state.pool.readers)
         assert state.pool.available == self.limits.num_blocks
 

@@ -52,7 +52,7 @@ def launch(state: State, limits: Limits) -> BatchPlan:
 
 def land(state: State, plan: BatchPlan, token: int = TOKEN) -> StepOutput:
     """Bring one token home for each sample."""
-    return apply_results(state, plan, SampledTokens([token] * len(plan.sample_keys)))
+    return apply_results(state, plan, SampledTokens([token] * len(plan.sample_seq_ids)))
 
 
 def turn(state: State, limits: Limits, count: int = 1) -> BatchPlan:
@@ -64,8 +64,8 @@ def turn(state: State, limits: Limits, count: int = 1) -> BatchPlan:
 
 
 def spans(plan: BatchPlan) -> list[tuple[int, int, int]]:
-    """(key, start, count) of the chunks."""
-    return [(chunk.key, chunk.start, chunk.count) for chunk in plan.chunks]
+    """(seq_id, start, count) of the chunks."""
+    return [(chunk.seq_id, chunk.start, chunk.count) for chunk in plan.chunks]
 
 
 def only(plan: BatchPlan) -> Chunk:

@@ -56,7 +56,7 @@ def test_without_sharing_there_is_no_hit():
 
 def forget(state, group, page):
     """Take the idle block of this page of the first prompt away, as others do when they need it."""
-    block = state.pool.block_of[group][arrive(state, "X", PROMPT).digests[page]]
+    block = state.pool.block_of[group][arrive(state, "X", PROMPT).block_hashes[page]]
     apply_cancel(state, "X")
     state.pool.take(block)
     state.pool.drop(block)
@@ -164,7 +164,7 @@ class TestForks:
     def test_a_parent_pauses_before_the_last_token_of_its_prompt(self, family):
         state, limits = family(10)
         plan = turn(state, limits)
-        assert spans(plan) == [(0, 0, 9)] and plan.sample_keys == ()
+        assert spans(plan) == [(0, 0, 9)] and plan.sample_seq_ids == ()
 
     def test_forks_copy_the_page_that_is_being_filled_and_share_the_others(self, family):
         state, limits = family(10)
@@ -175,7 +175,7 @@ class TestForks:
         for chunk in plan.chunks:
             assert chunk.shared == (tuple(table[:2]),)
             assert chunk.copies == ((table[2], chunk.fresh[0][0]),)
-        assert plan.sample_keys == (0, 1, 2)
+        assert plan.sample_seq_ids == (0, 1, 2)
 
     def test_at_the_border_of_a_page_nothing_is_copied(self, family):
         state, limits = family(9)
@@ -219,9 +219,9 @@ class TestForks:
         assert spans(turn(state, limits)) == [(1, 8, 2)]
 
 
-class TestBackFromRelief:
+class TestBackFromPreemption:
     @pytest.fixture
-    def relieved(self):
+    def preempted(self):
         def build(**changes):
             state, limits = make_state(num_blocks=3, max_length=12, **changes)
             for name in "ABC":
@@ -232,19 +232,19 @@ class TestBackFromRelief:
 
         return build
 
-    def test_it_comes_back_when_the_others_have_a_page_each_to_grow_into(self, relieved):
-        state, limits = relieved()
+    def test_it_comes_back_when_the_others_have_a_page_each_to_grow_into(self, preempted):
+        state, limits = preempted()
         while 2 in state.waiting:
             others, available = len(state.running), state.pool.available
             plan = turn(state, limits)
-        assert plan.chunks[-1].key == 2 and available >= others + 2
+        assert plan.chunks[-1].seq_id == 2 and available >= others + 2
 
-    def test_from_the_host_it_goes_on_where_it_was(self, relieved):
-        state, limits = relieved(host_blocks=5)
+    def test_from_the_host_it_goes_on_where_it_was(self, preempted):
+        state, limits = preempted(host_blocks=5)
         assert state.waiting[2].host == [[0]] and state.waiting[2].computed == 4
         while 2 in state.waiting:
             plan = launch(state, limits)
-            if not plan.chunks or plan.chunks[-1].key != 2:
+            if not plan.chunks or plan.chunks[-1].seq_id != 2:
                 land(state, plan)
         chunk = plan.chunks[-1]
         assert (chunk.start, chunk.count) == (4, 1) and len(chunk.fresh[0]) == 2
@@ -252,9 +252,9 @@ class TestBackFromRelief:
         assert sorted(state.free_host) == [0, 1, 2, 3, 4]
 
     def test_without_a_host_copy_it_is_computed_again_behind_what_is_left_in_the_cache(
-        self, relieved
+        self, preempted
     ):
-        state, limits = relieved(share_prefixes=False)
+        state, limits = preempted(share_prefixes=False)
         while 2 in state.waiting:
             plan = turn(state, limits)
         chunk = plan.chunks[-1]

@@ -20,17 +20,17 @@ def lists(*arrays):
     return [list(a) for a in arrays]
 
 
-def edits(batch):
+def new_blocks(batch):
     """Entry by entry, the (logical page, block) pairs of each."""
-    entries = zip(batch.edit_page, pairwise(batch.edit_start), strict=True)
-    return [list(enumerate(batch.edit[start:end], page)) for page, (start, end) in entries]
+    entries = zip(batch.first_new_page, pairwise(batch.new_block_start), strict=True)
+    return [list(enumerate(batch.new_block[start:end], page)) for page, (start, end) in entries]
 
 
 def test_an_empty_plan_is_an_empty_batch():
     state, limits = make_state((None, 3))
     _, batch = pack_next(state, limits)
-    assert (batch.num_tokens, batch.num_sequences, batch.context_end) == (0, 0, 0)
-    assert lists(batch.query_start, batch.edit, batch.edit_start) == [[0], [], [0]]
+    assert (batch.num_tokens, batch.num_sequences, batch.max_seq_len) == (0, 0, 0)
+    assert lists(batch.query_start, batch.new_block, batch.new_block_start) == [[0], [], [0]]
 
 
 def test_a_prompt():
@@ -40,9 +40,9 @@ def test_a_prompt():
     assert lists(batch.token_ids, batch.positions) == [[11, 12, 13, 14, 15], [0, 1, 2, 3, 4]]
     assert lists(batch.query_start, batch.context_len, batch.rows) == [[0, 5], [0], [0]]
     assert lists(batch.sample_index, batch.sample_row) == [[4], [0]]
-    assert edits(batch) == [[(0, 0), (1, 1)]]
+    assert new_blocks(batch) == [[(0, 0), (1, 1)]]
     assert batch.admitted == ((0, SamplingParams(do_sample=True, seed=3)),)
-    assert (batch.num_decodes, batch.context_end) == (0, 5)
+    assert (batch.num_decodes, batch.max_seq_len) == (0, 5)
 
 
 def test_single_tokens_come_before_chunks_and_samples_follow_the_batch():
@@ -54,8 +54,8 @@ def test_single_tokens_come_before_chunks_and_samples_follow_the_batch():
     arrive(state, "D", 1)
     plan, batch = pack_next(state, limits)
     # A decodes where it has room, B enters a page, C and D come in
-    assert plan.decodes == (0,) and [chunk.key for chunk in plan.chunks] == [1, 2, 3]
-    assert plan.sample_keys == (0, 1, 3, 2)
+    assert plan.decodes == (0,) and [chunk.seq_id for chunk in plan.chunks] == [1, 2, 3]
+    assert plan.sample_seq_ids == (0, 1, 3, 2)
     c, d = state.waiting[2].known(), state.waiting[3].known()
     assert lists(batch.token_ids) == [[TOKEN, TOKEN, *d, *c]]
     assert lists(batch.positions) == [[3, 4, 0, 0, 1, 2]]
@@ -85,7 +85,7 @@ def test_a_token_in_flight_is_left_to_the_device_where_a_page_is_entered():
     arrive(state, "A", 4)
     launch(state, limits)
     plan, batch = pack_next(state, limits)
-    assert plan.decodes == () and list(batch.token_ids) == [-1] and edits(batch) == [[(1, 1)]]
+    assert plan.decodes == () and list(batch.token_ids) == [-1] and new_blocks(batch) == [[(1, 1)]]
 
 
 def test_every_group_gets_its_pages():
@@ -94,11 +94,11 @@ def test_every_group_gets_its_pages():
     for page in range(5):
         plan, batch = pack_next(state, limits)
         [chunk] = plan.chunks
-        assert edits(batch) == [[(page, block)] for (block,) in chunk.fresh]
+        assert new_blocks(batch) == [[(page, block)] for (block,) in chunk.fresh]
         apply_plan(state, plan)
 
 
-def test_edits_are_in_the_order_of_the_batch():
+def test_new_blocks_are_in_the_order_of_the_batch():
     state, limits = make_state((None, 4), max_batch_tokens=12)
     arrive(state, "A", 3)
     turn(state, limits)
@@ -109,10 +109,10 @@ def test_edits_are_in_the_order_of_the_batch():
     # A decodes where it has room
     assert plan.decodes == (0,) and lists(batch.rows) == [[0, c.row, b.row]]
     by_group = [[[], [*enumerate(c.fresh[g])], [*enumerate(b.fresh[g])]] for g in (0, 1)]
-    assert edits(batch) == by_group[0] + by_group[1]
+    assert new_blocks(batch) == by_group[0] + by_group[1]
 
 
-def test_a_hit_edits_the_pages_that_are_read():
+def test_a_hit_enters_the_pages_that_are_read():
     state, limits = make_state((None, 5), max_batch_tokens=64)
     prompt = tuple(range(18))
     arrive(state, "A", prompt, max_new_tokens=1)
@@ -120,7 +120,7 @@ def test_a_hit_edits_the_pages_that_are_read():
     arrive(state, "B", prompt)
     plan, batch = pack_next(state, limits)
     [chunk] = plan.chunks
-    full, sliding = edits(batch)
+    full, sliding = new_blocks(batch)
     assert full == list(enumerate((*chunk.shared[0], *chunk.fresh[0])))
     assert sliding == [(3, chunk.shared[1][0]), (4, chunk.fresh[1][0])]
     assert list(batch.context_len) == [16]

@@ -14,7 +14,7 @@ from tests.planning.small_cases import arrive, land, launch, make_state, only, s
 def test_nothing_to_do_is_an_empty_plan():
     state, limits = make_state()
     plan = plan_batch(state, limits)
-    assert plan.is_empty and plan.num_tokens == 0 and plan.sample_keys == ()
+    assert plan.is_empty and plan.num_tokens == 0 and plan.sample_seq_ids == ()
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_budget():
@@ -22,7 +22,7 @@ def test_a_prompt_is_cut_into_chunks_of_the_budget():
     arrive(state, "A", 14)
     plans = [turn(state, limits) for _ in range(3)]
     assert [spans(plan) for plan in plans] == [[(0, 0, 6)], [(0, 6, 6)], [(0, 12, 2)]]
-    assert [plan.sample_keys for plan in plans] == [(), (), (0,)]
+    assert [plan.sample_seq_ids for plan in plans] == [(), (), (0,)]
 
 
 def test_a_chunk_gets_a_block_for_every_page_it_enters():
@@ -84,7 +84,7 @@ def test_at_depth_1_the_token_in_flight_is_decoded_from():
     # three tokens are sampled: nothing is left to launch until they land
     assert plan_batch(state, limits).is_empty
     land(state, second)
-    assert [s.key for s in land(state, third).finished] == [0]
+    assert [s.seq_id for s in land(state, third).finished] == [0]
 
 
 def test_below_the_safety_margin_prompts_wait_while_others_run():
@@ -124,7 +124,7 @@ def test_an_indexed_page_that_left_the_window_is_overwritten_when_no_other_is_th
     assert only(turn(state, limits)).fresh == ((first,),)
 
 
-class TestRelief:
+class TestPreemption:
     """Three sequences of four tokens, a page each, in a pool without a fourth."""
 
     @pytest.fixture
@@ -139,20 +139,22 @@ class TestRelief:
 
         return build
 
-    def test_the_newest_is_relieved_first_and_the_oldest_goes_on(self, pressed):
+    def test_the_newest_is_preempted_first_and_the_oldest_goes_on(self, pressed):
         state, limits = pressed()
         plan = turn(state, limits)
-        assert [(relief.key, relief.kind) for relief in plan.relief] == [(2, "recompute")]
+        assert [(preemption.seq_id, preemption.kind) for preemption in plan.preemptions] == [
+            (2, "recompute")
+        ]
         assert spans(plan) == [(0, 4, 1)]
         assert list(state.running) == [0, 1] and list(state.waiting) == [2]
 
-    def test_nobody_is_let_in_while_others_are_relieved(self, pressed):
+    def test_nobody_is_let_in_while_others_are_preempted(self, pressed):
         state, limits = pressed()
         arrive(state, "D", 1)
         plan = turn(state, limits)
-        assert plan.relief and spans(plan) == [(0, 4, 1)]
+        assert plan.preemptions and spans(plan) == [(0, 4, 1)]
 
-    def test_who_was_relieved_comes_back_first(self, pressed):
+    def test_who_was_preempted_comes_back_first(self, pressed):
         state, limits = pressed()
         arrive(state, "D", 1)
         turn(state, limits)
@@ -168,8 +170,8 @@ class TestRelief:
         state, limits = pressed(host_blocks=1)
         block = state.running[2].tables[0][0]
         plan = turn(state, limits)
-        [relief] = plan.relief
-        assert relief.kind == "offload" and relief.offload == (((block, 0),),)
+        [preemption] = plan.preemptions
+        assert preemption.kind == "offload" and preemption.offload == (((block, 0),),)
         sequence = state.waiting[2]
         assert (sequence.computed, sequence.host, state.free_host) == (4, [[0]], [])
 
@@ -178,7 +180,7 @@ class TestRelief:
         for name in "ABC":
             arrive(state, name, 4)
         turn(state, limits)
-        assert [relief.kind for relief in turn(state, limits).relief] == ["recompute"]
+        assert [preemption.kind for preemption in turn(state, limits).preemptions] == ["recompute"]
 
     def test_a_page_behind_the_window_is_not_offloaded(self):
         # at position 4 nobody sees page 0 of a window of 1: one block a sequence is worth keeping
@@ -189,7 +191,7 @@ class TestRelief:
         assert [len(table) for table in state.running[2].tables] == [1, 1]
         [[block], _] = state.running[2].tables
         plan = turn(state, limits)
-        assert plan.relief[0].offload == (((block, 0),), ())
+        assert plan.preemptions[0].offload == (((block, 0),), ())
         assert state.waiting[2].host == [[0], []]
 
     def test_the_next_batch_gives_the_older_its_page(self, pressed):
@@ -233,7 +235,7 @@ def watch(sequence):
     """Count the looks at all of a sequence that its context makes long."""
     sequence.request = replace(sequence.request, prompt=Watched(sequence.request.prompt))
     sequence.generated = Watched(sequence.generated)
-    sequence.digests = Watched(sequence.digests)
+    sequence.block_hashes = Watched(sequence.block_hashes)
     sequence.tables = [Watched(table) for table in sequence.tables]
     Watched.looks = 0
 

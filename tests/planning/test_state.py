@@ -24,8 +24,8 @@ def held(state):
 def test_an_arrival_waits_and_holds_nothing():
     state, _ = make_state((None, 3))
     sequence = arrive(state, "A", 9)
-    assert list(state.waiting) == [0] and state.keys == {"A": 0} and held(state) == 0
-    assert (sequence.length, sequence.computed, sequence.row, len(sequence.digests)) == (
+    assert list(state.waiting) == [0] and state.seq_ids == {"A": 0} and held(state) == 0
+    assert (sequence.length, sequence.computed, sequence.row, len(sequence.block_hashes)) == (
         9,
         0,
         NO_ROW,
@@ -44,7 +44,7 @@ def test_without_sharing_no_page_is_hashed():
     state, limits = make_state(share_prefixes=False)
     sequence = arrive(state, "A", 9)
     turn(state, limits, 6)
-    assert sequence.digests == [] and state.pool.key_of == {}
+    assert sequence.block_hashes == [] and state.pool.hash_of == {}
 
 
 def test_progress_counts_what_is_launched_and_tokens_what_has_landed():
@@ -66,7 +66,7 @@ def test_a_sequence_ends_at_its_length():
     assert land(state, launch(state, limits)).finished == ()
     [sequence] = land(state, launch(state, limits)).finished
     assert sequence.generated == [TOKEN, TOKEN] and sequence.error is None
-    assert (held(state), state.keys, len(state.free_rows)) == (0, {}, 8)
+    assert (held(state), state.seq_ids, len(state.free_rows)) == (0, {}, 8)
 
 
 def test_a_sequence_ends_at_an_end_token():
@@ -102,9 +102,9 @@ def test_only_streaming_sequences_are_reported_before_their_end():
     state, limits = make_state()
     arrive(state, "A", 2)
     arrive(state, "B", 2, streaming=True, max_new_tokens=2)
-    assert [s.key for s in land(state, launch(state, limits)).streamed] == [1]
+    assert [s.seq_id for s in land(state, launch(state, limits)).streamed] == [1]
     landed = land(state, launch(state, limits))
-    assert landed.streamed == () and [s.key for s in landed.finished] == [1]
+    assert landed.streamed == () and [s.seq_id for s in landed.finished] == [1]
 
 
 def test_logprobs_and_timestamps_are_kept_where_they_are_wanted():
@@ -122,18 +122,18 @@ def test_a_full_page_is_found_as_soon_as_it_is_launched():
     state, limits = make_state(max_batch_tokens=6)
     sequence = arrive(state, "A", PROMPT)
     launch(state, limits)
-    assert state.pool.find(0, sequence.digests[0]) == sequence.tables[0][0]
-    assert state.pool.find(0, sequence.digests[1]) is None
+    assert state.pool.find(0, sequence.block_hashes[0]) == sequence.tables[0][0]
+    assert state.pool.find(0, sequence.block_hashes[1]) is None
 
 
 def test_generated_pages_are_found_when_their_tokens_are_known():
     state, limits = make_state()
     sequence = arrive(state, "A", PROMPT[:6])
     turn(state, limits, 2)
-    assert len(sequence.digests) == 1
+    assert len(sequence.block_hashes) == 1
     turn(state, limits)
-    assert len(sequence.digests) == 2
-    assert state.pool.find(0, sequence.digests[1]) == sequence.tables[0][1]
+    assert len(sequence.block_hashes) == 2
+    assert state.pool.find(0, sequence.block_hashes[1]) == sequence.tables[0][1]
 
 
 def test_the_deepest_page_is_the_first_to_be_forgotten():
@@ -150,7 +150,7 @@ def test_cancelling_gives_everything_back():
     arrive(state, "A", PROMPT)
     plan = launch(state, limits)
     assert [s.request.id for s in apply_cancel(state, "A")] == ["A"]
-    assert (held(state), state.keys, len(state.free_rows)) == (0, {}, 8)
+    assert (held(state), state.seq_ids, len(state.free_rows)) == (0, {}, 8)
     assert land(state, plan).finished == ()
     state.pool.check()
 
@@ -195,9 +195,9 @@ def test_new_weights_put_everybody_back_in_order_of_arrival():
     apply_new_weights(state)
     state.pool.check()
     assert list(state.waiting) == [0, 1, 2] and held(state) == 0
-    assert state.pool.key_of == {} and len(state.pool.free) == 64
+    assert state.pool.hash_of == {} and len(state.pool.free) == 64
     assert [s.computed for s in state.waiting.values()] == [0, 0, 0]
-    assert all(s.digests for s in state.waiting.values())
+    assert all(s.block_hashes for s in state.waiting.values())
     # A and B have tokens of their own by now, which are computed again with the prompt
     assert spans(turn(state, limits)) == [(0, 0, state.running[0].num_known - 1)]
 

@@ -98,7 +98,7 @@ def test_without_sharing_identical_prompts_are_computed_each(windows):
 def test_the_next_turn_of_a_conversation_reads_the_answer_of_the_last(windows, depth):
     arrivals = (Arrival(0, "a", PROMPT, 12), Arrival(0, "b", (7, 8), 2, after="a"))
     server = serve(windows, arrivals, depth=depth)
-    turn = next(c for plan in server.plans for c in plan.chunks if c.key == 1)
+    turn = next(c for plan in server.plans for c in plan.chunks if c.seq_id == 1)
     # 53 tokens of the first turn, the last of them not computed, and two more
     assert turn.start == 52
 
@@ -148,7 +148,7 @@ def test_new_weights_forget_what_the_old_ones_computed(windows, depth):
     assert changed.request.id == "a" and 41 < changed.changes[0][0] < 50
 
 
-def test_a_prompt_that_is_under_way_relieves_newer_sequences_that_decode(depth):
+def test_a_prompt_that_is_under_way_preempts_newer_sequences_that_decode(depth):
     # b waits for the common pages, c does not: so c, the newest, decodes while b's prompt grows
     arrivals = (
         Arrival(0, "a", PROMPT[:8], 1),
@@ -157,7 +157,7 @@ def test_a_prompt_that_is_under_way_relieves_newer_sequences_that_decode(depth):
     )
     limits = {"policy": "prefill_first", "max_batch_tokens": 10, "num_blocks": 10}
     server = serve((36,), arrivals, depth=depth, **limits)
-    assert [relief.key for plan in server.plans for relief in plan.relief] == [2]
+    assert [preemption.seq_id for plan in server.plans for preemption in plan.preemptions] == [2]
 
 
 def test_a_failed_sample_ends_its_request_alone(windows, depth):

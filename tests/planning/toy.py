@@ -92,7 +92,7 @@ class ToyDevice:
     def launch(self, batch: PackedBatch) -> list[int]:
         """Carry the batch out; returns one token for each of its samples."""
         self._move(batch)
-        self._edit(batch)
+        self._enter_new_blocks(batch)
         spans = [self._span(batch, i) for i in range(batch.num_sequences)]
         before = [self._read(row, start) for row, start, _ in spans]
         values = [self._compute(batch, i, spans[i], before[i]) for i in range(len(spans))]
@@ -113,15 +113,17 @@ class ToyDevice:
         for (_, target), content in zip(batch.copies, contents, strict=True):
             self.memory[target] = content
 
-    def _edit(self, batch):
-        assert len(batch.edit_start) == len(self.tables) * batch.num_sequences + 1
-        assert len(batch.edit) == batch.edit_start[-1]
+    def _enter_new_blocks(self, batch):
+        assert len(batch.new_block_start) == len(self.tables) * batch.num_sequences + 1
+        assert len(batch.new_block) == batch.new_block_start[-1]
         entry = 0
         for table, columns in zip(self.tables, self.columns, strict=True):
             for row in batch.rows:
-                blocks = batch.edit[batch.edit_start[entry] : batch.edit_start[entry + 1]]
+                blocks = batch.new_block[
+                    batch.new_block_start[entry] : batch.new_block_start[entry + 1]
+                ]
                 assert len(blocks) <= columns, f"{len(blocks)} new pages in {columns} columns"
-                for page, block in enumerate(blocks, batch.edit_page[entry]):
+                for page, block in enumerate(blocks, batch.first_new_page[entry]):
                     table[row][page % columns] = block
                 entry += 1
 
@@ -131,7 +133,7 @@ class ToyDevice:
         first = batch.context_len[i]
         assert list(batch.positions[start:end]) == list(range(first, first + end - start))
         assert (end - start == 1) == (i < batch.num_decodes), "decodes come first"
-        assert end > start and first + end - start <= batch.context_end
+        assert end > start and first + end - start <= batch.max_seq_len
         return batch.rows[i], first, first + end - start
 
     def _read(self, row, end, start=None):

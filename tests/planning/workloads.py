@@ -43,7 +43,7 @@ def make_limits(**changes: Any) -> Limits:
 def random_workload(rng: Random) -> Workload:
     """One workload; `rng` may be hypothesis' own, which shrinks."""
     groups = _random_groups(rng)
-    # many that start small and grow long in a small pool: that is what relief is for
+    # many that start small and grow long in a small pool: that is what preemption is for
     pressed = rng.random() < 0.3
     arrivals = _random_arrivals(rng, pressed)
     return Workload(

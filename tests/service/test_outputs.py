@@ -26,7 +26,7 @@ def request(name):
 
 def sequence(**fields):
     asked = Request("a", (5, 6), 4, record_timestamps=True, created_time=0.5)
-    made = {"key": 0, "request": asked, "num_prompt": 2, "limit": 4}
+    made = {"seq_id": 0, "request": asked, "num_prompt": 2, "limit": 4}
     made |= {
         "generated": [7, 8],
         "logprobs": [-1.0, -2.0],

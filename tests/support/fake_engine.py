@@ -94,7 +94,7 @@ class FakeEngine:
 
     def submit(self, request):
         self._called()
-        assert request.id not in self.state.keys
+        assert request.id not in self.state.seq_ids
         apply_arrival(self.state, request)
 
     def cancel(self, request_id):
@@ -112,7 +112,7 @@ class FakeEngine:
         if plan.is_empty:
             return StepOutput((), ())
         apply_plan(self.state, plan, 1.0)
-        sequences = [self.state.find(key) for key in plan.sample_keys]
+        sequences = [self.state.find(seq_id) for seq_id in plan.sample_seq_ids]
         tokens = [next_token(sequence.known()) for sequence in sequences]
         return apply_results(self.state, plan, SampledTokens(tokens, [-0.5] * len(tokens)), 2.0)
 
