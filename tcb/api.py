@@ -13,13 +13,13 @@ from torch import nn
 
 from tcb.compat import install as drop_in
 from tcb.compat.generate import generate_paged
+from tcb.model.twin import plain_model
 from tcb.planning.request import GenerationOutput, WorkloadHints
 from tcb.service.arguments import (
     choose_generation_config,
     config_within,
     hints_of,
     list_of_prompts,
-    plain_model,
 )
 from tcb.service.batch_call import BatchCall
 from tcb.service.manager import ContinuousBatchingManager

@@ -7,14 +7,12 @@ device (`runner`).
 from collections import deque
 from time import perf_counter
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
 from tcb.device.runner import Histories, InFlightBatch, Runner
-from tcb.kernels.cpu.linear import use_onednn
-from tcb.model.probe import ModelLayers, probe
-from tcb.model.twin import is_current, twin
-from tcb.model.weights import changed, fingerprint
+from tcb.model.prepared import prepare
+from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig, Limits, WorkloadHints, resolve
 from tcb.planning.groups import group_layers
@@ -47,21 +45,21 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         options: GenerationOptions,
         config: ContinuousBatchingConfig,
         hints: WorkloadHints | None = None,
     ):
         self.model, self.options = model, options
-        self._twin = _new_twin(model)
-        self.layers: ModelLayers = probe(model, self._twin)
+        self._prepared = prepare(model)
+        self.layers: ModelLayers = self._prepared.layers
         groups = group_layers(self.layers.layers)
         facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
         self.limits: Limits = resolve(config, facts)
         self.state: State = new_state(groups, self.limits)
-        self._runner = Runner(self._twin, self.layers, groups, self.state.columns, self.limits)
+        twin, columns = self._prepared.twin, self.state.columns
+        self._runner = Runner(twin, self.layers, groups, columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
-        self._weights = fingerprint(model)
 
     @property
     def has_work(self) -> bool:
@@ -121,18 +119,16 @@ class Engine:
         Returns whether they changed.
         """
         assert not self._flying, f"{len(self._flying)} batches fly while weights are compared"
-        moved = not is_current(self._twin, self.model)
-        if not moved and not changed(self._weights, self.model):
+        prepared = prepare(self.model)
+        if prepared is self._prepared:
             return False
-        if moved:
-            self._twin = self._runner.twin = _new_twin(self.model)
-        if probe(self.model, self._twin) != self.layers:
+        if prepared.layers != self.layers:
             raise RuntimeError(
                 f"{type(self.model).__name__} changed its layers, dtype or device while its cache "
                 "was in use; stop the manager and start another"
             )
+        self._prepared, self._runner.twin = prepared, prepared.twin
         apply_new_weights(self.state)
-        self._weights = fingerprint(self.model)
         return True
 
     def fail_all(self) -> list[Sequence]:
@@ -149,7 +145,7 @@ class Engine:
     def close(self) -> None:
         """Give the device's memory back; the engine is of no use after it."""
         self._flying.clear()
-        del self._runner, self._twin
+        del self._runner, self._prepared
 
     def _launch(self, plan: BatchPlan) -> None:
         packed = pack_batch(self.state, plan)
@@ -175,9 +171,3 @@ class Engine:
             for place, sequence in enumerate(sequences)
             if sequence.request.processors is not None
         }
-
-
-def _new_twin(model: nn.Module) -> nn.Module:
-    clone = twin(model)
-    use_onednn(clone)
-    return clone

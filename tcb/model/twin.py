@@ -3,80 +3,41 @@ own way while the original stays as it was.
 
 A twin has its own modules, its own evaluation mode and its own configuration objects; parameters
 and buffers are shared as dictionaries, so what is trained, moved, cast or replaced in the original
-is seen by the twin. It knows nothing of attention, caches or batches.
+is seen by the twin. `copy.deepcopy` would not do: it copies weights that hang on an offloading
+hook, and hooks that remember what they saw.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcb.model.attention_hook import ATTENTION, register
 
+# on a model: what is kept there between calls, and is neither cloned nor a part of what it means
+PREPARED, MANAGER = "_tcb_prepared", "_cached_continuous_batching_manager"
+# on a twin: all its configurations
+_CONFIGS = "_tcb_configs"
 # configuration that a twin answers with, whatever the original says: plain outputs, nothing kept
-_TWIN_CONFIG = {
+TWIN_CONFIG = {
     "_output_attentions": False,
     "output_hidden_states": False,
     "return_dict": True,
     "use_cache": False,
 }
-# attributes of a module that change without the module meaning anything else
-_UNSTABLE = frozenset(
-    {
-        "training",
-        "gradient_checkpointing",
-        "_gradient_checkpointing_func",
-        "_require_grads_hook",
-        "_require_grads_hooks",
-        "_loss_function",
-        "_previous_max_cache_length",
-        "_is_hf_initialized",
-        "_output_capturing_hooks_installed",
-        "_cached_continuous_batching_manager",
-        "_compiled_call_impl",
-        "generation_config",
-    }
-)
+_SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+_LEFT_OUT = ("_compiled_call_impl", PREPARED, MANAGER)
 # hooks that come and go with gradient checkpointing, and have no part in a twin
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 # endings of the names of a module's dictionaries of hooks
 _HOOKS = ("_hooks", "_with_kwargs", "_always_called")
-_KEY = "_tcb_origin"
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """What one module of the original looked like.
-
-    values     its attributes
-    contents   those of them that are containers, with what they held
-    """
-
-    module: nn.Module
-    values: tuple[Any, ...]
-    contents: tuple[tuple[dict | list, tuple[Any, ...]], ...]
-
-    def holds(self) -> bool:
-        return _is_same(_stable_values(self.module), self.values) and all(
-            _is_same(_items(holder), held) for holder, held in self.contents if holder or held
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a twin comes from, kept with the twin."""
-
-    root: nn.Module
-    records: tuple[_Record, ...]
-    configs: tuple[PreTrainedConfig, ...]
-
-
-def twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module) -> PreTrainedModel:
     """Clone `model`: shared parameters and buffers, own modules and configurations, `eval()`.
 
     Every configuration object of the clone names our attention function. Methods and hooks that
@@ -84,157 +45,42 @@ def twin(model: nn.Module) -> nn.Module:
     compiled wrappers are left out. Writes nothing to the original.
     """
     register()
-    root = unwrap(model)
-    cloner = _Cloner()
-    clone = cloner.clone_tree(root)
-    records = tuple(_record(module) for module in cloner.originals if not is_dynamic_rope(module))
-    origin = _Origin(root, records, tuple(cloner.configs.values()))
-    clone.__dict__[_KEY] = origin
-    return clone
-
-
-def is_current(clone: nn.Module, model: nn.Module) -> bool:
-    """Whether the modules of `model` are still those that were cloned.
-
-    False once a module was added, removed or replaced, or an attribute or hook of one was set:
-    adapters loaded, chosen or disabled, wrappers put around `forward`. Keys and values computed
-    before then are stale. Changes of weights, of train mode and of gradient checkpointing do not
-    count. Takes about a millisecond for 400 modules.
-    """
-    origin = clone.__dict__[_KEY]
-    return origin.root is unwrap(model) and all(record.holds() for record in origin.records)
+    return _Cloner().clone(unwrap(model))
 
 
 def set_attention(clone: nn.Module, name: str) -> None:
     """Let the configurations of a twin name another registered attention function."""
-    for config in clone.__dict__[_KEY].configs:
+    for config in clone.__dict__[_CONFIGS]:
         config.__dict__["_attn_implementation_internal"] = name
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or `model` itself."""
     while "dynamo_ctx" in model.__dict__ and "_orig_mod" in model._modules:
-        model = model._modules["_orig_mod"]
+        model = cast(nn.Module, model._modules["_orig_mod"])
     return model
 
 
-class _Cloner:
-    """Owns the correspondence of one original and one clone."""
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside what was wrapped around it: `torch.compile`, PEFT.
 
-    def __init__(self):
-        self.originals: list[nn.Module] = []
-        self.modules: dict[int, nn.Module] = {}
-        self.configs: dict[int, PreTrainedConfig] = {}
-        self._functions: dict[int, Callable] = {}
-
-    def clone_tree(self, root: nn.Module) -> nn.Module:
-        """Two passes: empty modules first, so that references in any direction can be resolved."""
-        for original in _unwrapped_modules(root):
-            self.originals.append(original)
-            self.modules[id(original)] = type(original).__new__(type(original))
-        for original in self.originals:
-            self._fill(original, self.modules[id(original)])
-        return self.modules[id(root)]
-
-    def _fill(self, original: nn.Module, clone: nn.Module) -> None:
-        state = {}
-        for name, value in original.__dict__.items():
-            if name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-                state[name] = value
-            elif name == "_modules" or (name.endswith(_HOOKS) and isinstance(value, dict)):
-                # own dictionaries: what is added to the clone does not reach the original
-                state[name] = type(value)(
-                    (key, self.rebind(item))
-                    for key, item in value.items()
-                    if not _is_gradient_hook(item)
-                )
-            elif name not in ("_compiled_call_impl", _KEY):
-                state[name] = self.rebind(value)
-        state["training"] = False
-        if "gradient_checkpointing" in state:
-            state["gradient_checkpointing"] = False
-        if is_dynamic_rope(original):
-            # these write their frequencies in forward
-            state["_buffers"] = {
-                name: None if buffer is None else buffer.clone()
-                for name, buffer in original._buffers.items()
-            }
-        clone.__dict__.update(state)
-
-    def rebind(self, value: Any) -> Any:
-        """`value`, with modules and configurations of the original exchanged for the clone's.
-
-        The same object is returned where nothing in it refers to the original.
-        """
-        if isinstance(value, nn.Module):
-            return self.modules.get(id(unwrap(value)), value)
-        if isinstance(value, PreTrainedConfig):
-            return self._config(value)
-        if isinstance(value, types.MethodType):
-            owner = self.rebind(value.__self__)
-            function = self.rebind(value.__func__)
-            same = owner is value.__self__ and function is value.__func__
-            return value if same else types.MethodType(function, owner)
-        if isinstance(value, partial):
-            return self._partial(value)
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if type(value) in (list, tuple):
-            items = [self.rebind(item) for item in value]
-            return value if all(map(is_, items, value)) else type(value)(items)
-        if type(value) is dict:
-            items = {key: self.rebind(item) for key, item in value.items()}
-            return value if all(map(is_, items.values(), value.values())) else items
-        return value
-
-    def _config(self, original: PreTrainedConfig) -> PreTrainedConfig:
-        if id(original) not in self.configs:
-            config = type(original).__new__(type(original))
-            self.configs[id(original)] = config
-            # past __setattr__, which renames attributes and sets sub-configurations along
-            for name, value in original.__dict__.items():
-                config.__dict__[name] = self.rebind(value)
-            config.__dict__.update(_TWIN_CONFIG, _attn_implementation_internal=ATTENTION)
-        return self.configs[id(original)]
-
-    def _partial(self, original: partial) -> partial:
-        function = self.rebind(original.func)
-        args, keywords = self.rebind(original.args), self.rebind(original.keywords)
-        if function is original.func and args is original.args and keywords is original.keywords:
-            return original
-        copy = partial(function, *args, **keywords)
-        copy.__dict__.update({name: self.rebind(item) for name, item in original.__dict__.items()})
-        return copy
-
-    def _function(self, original: types.FunctionType) -> Callable:
-        compiled = original.__dict__.get("_torchdynamo_orig_callable")
-        if compiled is not None:
-            return self.rebind(compiled)
-        if not original.__closure__ or id(original) in self._functions:
-            return self._functions.get(id(original), original)
-        # a function may be held by its own closure: it stands for itself meanwhile
-        self._functions[id(original)] = original
-        held = [_cell_content(cell) for cell in original.__closure__]
-        items = [self.rebind(item) for item in held]
-        if not all(map(is_, items, held)):
-            cells = tuple(
-                cell if new is old else types.CellType(new)
-                for cell, new, old in zip(original.__closure__, items, held, strict=True)
-            )
-            copy = types.FunctionType(
-                original.__code__,
-                original.__globals__,
-                original.__name__,
-                original.__defaults__,
-                cells,
-            )
-            copy.__kwdefaults__ = original.__kwdefaults__
-            copy.__dict__.update(original.__dict__)
-            self._functions[id(original)] = copy
-        return self._functions[id(original)]
+    Adapters that live in the layers stay. Raises ValueError for prompt learning, which does not
+    live there, and AttributeError for what is no transformers model.
+    """
+    model = unwrap(model)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        active = getattr(model, "active_peft_config", None)
+        if getattr(active, "is_prompt_learning", False):
+            kind = type(active).__name__
+            raise ValueError(f"peft_config is a {kind}; accepted: adapters that live in the layers")
+        model = unwrap(model.get_base_model())
+    for name in ("config", "device", "dtype"):
+        if not hasattr(model, name):
+            raise AttributeError(f"a {type(model).__name__} has no {name!r}, which models have")
+    return cast(PreTrainedModel, model)
 
 
-def _unwrapped_modules(root: nn.Module) -> Iterator[nn.Module]:
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
     """Every module once, in the order of the tree; compiled wrappers are passed through."""
     seen: set[int] = set()
     waiting = [root]
@@ -246,14 +92,6 @@ def _unwrapped_modules(root: nn.Module) -> Iterator[nn.Module]:
             waiting.extend(child for child in module._modules.values() if child is not None)
 
 
-def _cell_content(cell: types.CellType) -> Any:
-    """What a closure's cell holds; None while it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 def is_dynamic_rope(module: nn.Module) -> bool:
     """Whether a rotary embedding changes its frequencies with the positions it is given."""
     kinds = module.__dict__.get("rope_type")
@@ -263,30 +101,127 @@ def is_dynamic_rope(module: nn.Module) -> bool:
     )
 
 
-def _stable_values(module: nn.Module) -> list[Any]:
-    return [value for name, value in module.__dict__.items() if name not in _UNSTABLE]
-
-
-def _record(module: nn.Module) -> _Record:
-    # weights are replaced without the module meaning anything else
-    weights = (module._parameters, module._buffers)
-    values = tuple(_stable_values(module))
-    contents = tuple(
-        (value, tuple(_items(value)))
-        for value in values
-        if isinstance(value, dict | list) and not any(value is own for own in weights)
-    )
-    return _Record(module, values, contents)
-
-
-def _items(holder: dict | list) -> list[Any]:
-    items = holder.values() if isinstance(holder, dict) else holder
-    return [item for item in items if not _is_gradient_hook(item)]
-
-
-def _is_gradient_hook(item: Any) -> bool:
+def is_gradient_hook(item: Any) -> bool:
+    """Whether gradient checkpointing put it there."""
     return getattr(item, "__name__", None) in _GRADIENT_HOOKS
 
 
-def _is_same(now: Collection[Any], before: Collection[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
+class _Cloner:
+    """Owns the correspondence of one original and one clone."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._configs: dict[int, PreTrainedConfig] = {}
+        self._functions: dict[int, Callable] = {}
+
+    def clone(self, root: nn.Module) -> PreTrainedModel:
+        """Two passes: empty modules first, so that references in any direction can be resolved."""
+        originals = list(modules_of(root))
+        for original in originals:
+            self._modules[id(original)] = type(original).__new__(type(original))
+        for original in originals:
+            self._fill(original, self._modules[id(original)].__dict__)
+        clone = self._modules[id(root)]
+        clone.__dict__[_CONFIGS] = tuple(self._configs.values())
+        return cast(PreTrainedModel, clone)
+
+    def _fill(self, original: nn.Module, state: dict[str, Any]) -> None:
+        for name, value in original.__dict__.items():
+            if name in _SHARED:
+                state[name] = value
+            elif name == "_modules" or (name.endswith(_HOOKS) and isinstance(value, dict)):
+                # own dictionaries: what is added to the clone does not reach the original
+                state[name] = type(value)(
+                    (key, self._rebind(item))
+                    for key, item in value.items()
+                    if not is_gradient_hook(item)
+                )
+            elif name not in _LEFT_OUT:
+                state[name] = self._rebind(value)
+        state["training"] = False
+        if "gradient_checkpointing" in state:
+            state["gradient_checkpointing"] = False
+        if is_dynamic_rope(original):
+            # these write their frequencies in forward
+            state["_buffers"] = {
+                name: None if buffer is None else buffer.clone()
+                for name, buffer in original._buffers.items()
+            }
+
+    def _rebind(self, value: Any) -> Any:
+        """`value`, with modules and configurations of the original exchanged for the clone's.
+
+        The same object is returned where nothing in it refers to the original.
+        """
+        if isinstance(value, nn.Module):
+            return self._modules.get(id(unwrap(value)), value)
+        if isinstance(value, PreTrainedConfig):
+            return self._config(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        parts, assemble = _take_apart(value)
+        new = [self._rebind(part) for part in parts]
+        return value if all(map(is_, new, parts)) else assemble(*new)
+
+    def _config(self, original: PreTrainedConfig) -> PreTrainedConfig:
+        if id(original) not in self._configs:
+            config = type(original).__new__(type(original))
+            self._configs[id(original)] = config
+            # past __setattr__, which renames attributes and sets sub-configurations along
+            for name, value in original.__dict__.items():
+                config.__dict__[name] = self._rebind(value)
+            config.__dict__.update(TWIN_CONFIG, _attn_implementation_internal=ATTENTION)
+        return self._configs[id(original)]
+
+    def _function(self, original: types.FunctionType) -> Callable:
+        compiled = original.__dict__.get("_torchdynamo_orig_callable")
+        if compiled is not None:
+            return self._rebind(compiled)
+        if original.__closure__ and id(original) not in self._functions:
+            # a function may be held by its own closure: it stands for itself meanwhile
+            self._functions[id(original)] = original
+            held = [_cell_content(cell) for cell in original.__closure__]
+            new = [self._rebind(item) for item in held]
+            if not all(map(is_, new, held)):
+                self._functions[id(original)] = _with_closure(original, new)
+        return self._functions.get(id(original), original)
+
+
+def _take_apart(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
+    """The parts of a value that may refer to modules, and what makes its like of other parts."""
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__), types.MethodType
+    if isinstance(value, partial):
+        return (value.func, value.args, value.keywords, value.__dict__), _new_partial
+    if type(value) in (list, tuple):
+        return value, lambda *items: type(value)(items)
+    if type(value) is dict:
+        return list(value.values()), lambda *items: dict(zip(value, items, strict=True))
+    return (), type(value)
+
+
+def _new_partial(function: Callable, args: tuple, keywords: dict, attributes: dict) -> partial:
+    new = partial(function, *args, **keywords)
+    new.__dict__.update(attributes)
+    return new
+
+
+def _with_closure(original: types.FunctionType, contents: Sequence[Any]) -> types.FunctionType:
+    """The same function over other contents; cells that keep theirs are shared."""
+    cells = tuple(
+        cell if new is _cell_content(cell) else types.CellType(new)
+        for cell, new in zip(original.__closure__ or (), contents, strict=True)
+    )
+    code, scope = original.__code__, original.__globals__
+    copy = types.FunctionType(code, scope, original.__name__, original.__defaults__, cells)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__dict__.update(original.__dict__)
+    return copy
+
+
+def _cell_content(cell: types.CellType) -> Any:
+    """What a closure's cell holds; None while it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -65,11 +65,6 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return Fingerprint(tuple(facts), joined)
 
 
-def changed(before: Fingerprint, model: nn.Module) -> bool:
-    """Whether the weights of `model` may differ from those that `before` was taken of."""
-    return not fingerprint(model).matches(before)
-
-
 def _tensors(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer once; of wrapping tensors (sharded, quantised) what they hold."""
     found: dict[int, Tensor] = {}

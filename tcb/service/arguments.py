@@ -10,29 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from tcb.model.twin import unwrap
 from tcb.planning.request import WorkloadHints
 
 logger = logging.getLogger("ContinuousBatchingLogger")
-
-
-def plain_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside what was wrapped around it: `torch.compile`, PEFT.
-
-    Adapters that live in the layers stay. Raises ValueError for prompt learning, which does not
-    live there, and AttributeError for what is no transformers model.
-    """
-    model = unwrap(model)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        active = getattr(model, "active_peft_config", None)
-        if getattr(active, "is_prompt_learning", False):
-            kind = type(active).__name__
-            raise ValueError(f"peft_config is a {kind}; accepted: adapters that live in the layers")
-        model = unwrap(model.get_base_model())
-    for name in ("config", "device", "dtype"):
-        if not hasattr(model, name):
-            raise AttributeError(f"a {type(model).__name__} has no {name!r}, which models have")
-    return model
 
 
 def choose_generation_config(

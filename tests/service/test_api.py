@@ -17,7 +17,8 @@ from transformers.generation import ContinuousMixin
 
 import tcb
 from tcb import ContinuousBatchingManager as Manager
-from tcb.service.arguments import hints_of, plain_model
+from tcb.model.twin import plain_model
+from tcb.service.arguments import hints_of
 from tests.support.calling import NEW, SMALL, generate, tokens
 from tests.support.families import REFUSED
 from tests.support.reference import alone, prompts_of

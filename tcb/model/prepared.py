@@ -1,0 +1,54 @@
+"""Keeps on each model what is needed to call it, from one engine to the next.
+
+A twin and a probe cost tens of milliseconds, and depend on the model alone. They are kept as a
+private attribute of the model, and go with it: a table of all models would hold them for ever
+where a hook refers back to its model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tcb.kernels.cpu.linear import use_onednn
+from tcb.model.probe import ModelLayers, probe
+from tcb.model.structure import Structure, structure
+from tcb.model.twin import PREPARED, twin
+from tcb.model.weights import Fingerprint, fingerprint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A model, ready to be called on packed batches.
+
+    twin       what is called; engines of one model share it, so nobody changes it any more
+    layers     how it attends
+    structure, weights   what the model was made of, and what its weights looked like
+    """
+
+    twin: PreTrainedModel
+    layers: ModelLayers
+    structure: Structure
+    weights: Fingerprint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copied or stored model is prepared anew
+        return type(None), ()
+
+
+def prepare(model: PreTrainedModel) -> Prepared:
+    """The twin of `model` and how it attends: the same object as long as nothing about the model
+    changed, weights included; else a new one. Writes one private attribute of the model.
+
+    Raises ValueError if the model cannot be served. What was kept holds modules and weights that
+    the model has dropped since, until then.
+    """
+    kept, weights = model.__dict__.get(PREPARED), fingerprint(model)
+    if kept is not None and kept.structure.matches(model) and kept.weights.matches(weights):
+        return kept
+    model.__dict__.pop(PREPARED, None)
+    clone = twin(model)
+    use_onednn(clone)
+    prepared = Prepared(clone, probe(model, clone), structure(model), weights)
+    model.__dict__[PREPARED] = prepared
+    return prepared
