@@ -1,4 +1,4 @@
-"""Turn the JSON files of `bench/results` into the tables of the README, and put them there.
+"""Turn the JSON files of `bench/results` into the tables of the README and of docs/results.md.
 
 It measures nothing and rounds only for display; a number that is in no file appears nowhere.
 """
@@ -11,18 +11,25 @@ from typing import Any
 
 from bench.environment import RESULTS, ROOT
 
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+# the rows of the README
+HEADLINES = (
+    "serve-cpu-smollm2-chat128",
+    "serve-cpu-smollm2-chat32",
+    "serve-cpu-smollm2-long16",
+)
 BEGIN, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
 
 Result = dict[str, Any]
 
 
 def main() -> None:
-    """Print the tables, or write them into the README."""
+    """Print the tables, or write them into README.md and docs/results.md."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--write", action="store_true", help="write them into README.md")
+    parser.add_argument("--write", action="store_true", help="write them into the two pages")
     if parser.parse_args().write:
-        README.write_text(with_tables(README.read_text(), tables(read())))
+        for path, content in pages(read()).items():
+            path.write_text(with_tables(path.read_text(), content))
     else:
         print(tables(read()))
 
@@ -30,6 +37,22 @@ def main() -> None:
 def read(folder: Path = RESULTS) -> dict[str, Result]:
     """Return the content of each JSON file by its name without ending, in alphabetical order."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def pages(results: dict[str, Result]) -> dict[Path, str]:
+    """Return what stands between the markers of each page."""
+    return {README: headlines(results), PAGE: tables(results)}
+
+
+def headlines(results: dict[str, Result]) -> str:
+    """Return the README's few rows: tokens a second beside the others."""
+    header = ("tokens/s", "tcb", "transformers' continuous batching", "padded `generate`", "ratio")
+    rows = [
+        (_workload(results[name]), *_speeds(results[name]["systems"]))
+        for name in HEADLINES
+        if name in results
+    ]
+    return _markdown(header, rows)
 
 
 def tables(results: dict[str, Result]) -> str:
@@ -50,14 +73,14 @@ def tables(results: dict[str, Result]) -> str:
 
 
 def with_tables(text: str, content: str) -> str:
-    """Return the README's text with what is between its two markers replaced by `content`."""
+    """Return a page's text with what is between its two markers replaced by `content`."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
 
 
 def between_markers(text: str) -> str:
-    """Return what stands between the two markers of the README's text."""
+    """Return what stands between the two markers of a page's text."""
     return text.split(BEGIN)[1].split(END)[0].strip()
 
 
@@ -78,20 +101,18 @@ def _serving(results: dict[str, Result]) -> str:
         if {"tcb", "transformers-cb", "generate-padded"} - set(systems):
             continue
         own, peer, padded = (systems[key] for key in ("tcb", "transformers-cb", "generate-padded"))
-        rows.append(
-            (
-                _workload(result),
-                f"**{own['tokens_per_second']:.0f}**",
-                f"{peer['tokens_per_second']:.0f}",
-                f"{padded['tokens_per_second']:.0f}",
-                f"**{own['tokens_per_second'] / peer['tokens_per_second']:.2f}**",
-                _agreement(result, (own, peer, padded)),
-                _file(name, result),
-            )
-        )
+        agreement = _agreement(result, (own, peer, padded))
+        rows.append((_workload(result), *_speeds(systems), agreement, _file(name, result)))
     if not any(result["environment"]["device_type"] != "cpu" for result in results.values()):
         rows.append(("on a GPU", *["not measured"] * 5, ""))
     return _markdown(header, rows)
+
+
+def _speeds(systems: dict[str, Result]) -> tuple[str, ...]:
+    """Tokens a second of tcb, transformers' own and padded `generate`; tcb over transformers'."""
+    names = ("tcb", "transformers-cb", "generate-padded")
+    own, peer, padded = (systems[name]["tokens_per_second"] for name in names)
+    return f"**{own:.0f}**", f"{peer:.0f}", f"{padded:.0f}", f"**{own / peer:.2f}**"
 
 
 def _workload(result: Result) -> str:
@@ -205,7 +226,7 @@ def _compile(result: Result) -> str:
         )
     facts = result["environment"]
     by = f"triton {facts['triton']}, {_commit(facts)}"
-    return _markdown(header, rows) + f"\n\n[compile](bench/results/compile.json): {by}"
+    return _markdown(header, rows) + f"\n\n[compile](../bench/results/compile.json): {by}"
 
 
 def _occupancy(launch: Result) -> str:
@@ -215,7 +236,7 @@ def _occupancy(launch: Result) -> str:
 def _file(name: str, result: Result) -> str:
     facts = result["environment"]
     threads = f", {facts['threads']} threads" if facts["device_type"] == "cpu" else ""
-    return f"[{name}](bench/results/{name}.json): {facts['device']}{threads}, {_commit(facts)}"
+    return f"[{name}](../bench/results/{name}.json): {facts['device']}{threads}, {_commit(facts)}"
 
 
 def _commit(facts: Result) -> str:

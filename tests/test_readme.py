@@ -1,23 +1,63 @@
-"""The README says what the repository holds: its tables, its commands, its files.
-
-It knows nothing of how a number was measured.
-"""
+"""The README and the results say what the repository holds: numbers, commands, files, tests."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from bench import report
+from tests.support.text import ROOT, code_lines, find, named, rows
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
+def section(title):
+    """The text of the README below a heading, up to the next of any level."""
+    return re.split(r"^#+ ", README.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
+
+
 def test_tables_come_from_the_result_files():
-    written = report.between_markers(README)
-    assert written == report.tables(report.read()), "run: python -m bench.report --write"
+    for page, content in report.pages(report.read()).items():
+        written = report.between_markers(page.read_text())
+        assert written == content, "run: python -m bench.report --write"
+
+
+def test_the_number_of_the_first_paragraph_is_measured():
+    result = report.read()["serve-cpu-smollm2-chat128"]
+    systems, workload = result["systems"], result["workload"]
+    own, peer = (systems[name]["tokens_per_second"] for name in ("tcb", "transformers-cb"))
+    first = re.sub(r"\s+", " ", README.split("\n\n")[1])
+    assert (
+        f"On {workload['requests']} short chats it makes {own / peer:.1f} times the tokens" in first
+    )
+    assert f"{result['environment']['threads']} threads of a CPU" in first
+    assert systems["tcb"]["equal_to_generate_alone"] == workload["requests"]
+    on_gpu = [r for r in report.read().values() if r.get("kind") == "serve"]
+    on_gpu = [r for r in on_gpu if r["environment"]["device_type"] != "cpu"]
+    assert ("no GPU measured yet" in first) == (not on_gpu)
+
+
+def test_a_number_stands_before_the_first_code():
+    assert re.search(r"\d\.\d times", README.split("```")[0])
+
+
+def test_five_promises_name_the_tests_that_hold_them():
+    promises = section("Five promises, and the test that holds each").strip().split("\n- ")
+    assert len(promises) == 5
+    for promise in promises:
+        # that the file and the function exist is a test of every page
+        [(path, name)] = named(promise)
+        assert path.startswith("tests/") and name.startswith("test_"), promise
+
+
+def test_the_core_can_be_read_in_an_hour():
+    text = section("The core in an hour")
+    files = [path for path, _ in named(text)]
+    assert len(files) == len(rows(text)) == len(set(files)) >= 13
+    lines = sum(code_lines(find(path).read_text()) for path in files)
+    most = int(re.search(r"at most ([\d,]+) lines of code", text)[1].replace(",", ""))
+    assert lines <= most <= 1550
 
 
 def test_every_make_command_exists():
@@ -29,7 +69,7 @@ def test_every_make_command_exists():
 
 
 def test_every_bench_command_exists():
-    modules = re.findall(r"python -m bench\.([a-z_]+)", README)
+    modules = re.findall(r"python -m bench\.([a-z_]+)", README + RESULTS)
     assert modules
     for module in modules:
         assert (ROOT / "bench" / f"{module}.py").is_file(), module
@@ -48,7 +88,12 @@ def test_the_tree_names_what_is_there():
 def test_the_example_is_short_and_parses():
     example = README.split("```python\n")[1].split("```")[0]
     compile(example, "README.md", "exec")
-    assert len(example.strip().splitlines()) <= 12
+    assert len(example.strip().splitlines()) <= 11
+
+
+def test_every_program_of_the_examples_is_named():
+    programs = {path.name for path in (ROOT / "examples").glob("*.py")} - {"models.py"}
+    assert programs == set(re.findall(r"\(`examples/(\w+\.py)`\)", section("Use")))
 
 
 def test_a_changed_number_is_noticed():
