@@ -19,6 +19,7 @@ from tcb.planning.request import SamplingParams
 # a full group's table starts this wide and doubles: at once as wide as the longest sequence, it
 # could be larger than the cache
 FIRST_COLUMNS = 64
+_COLUMN_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,34 @@ class BatchTensors:
     num_decodes: int
 
 
-@dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How every row samples: one entry a row, as `tcb.kernels.sample` takes them."""
+    """How every row samples: a column [rows] for each field of `SamplingParams`, all off at first.
 
-    do_sample: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
+    params   the record whose fields these are, every one with a default that is a bool, an int or a
+             float; columns are bool, int64 and fp32
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, params: type = SamplingParams):
+        self._device = device
+        self._columns = {
+            each.name: torch.full(
+                (num_rows,), each.default, dtype=_COLUMN_DTYPE[type(each.default)], device=device
+            )
+            for each in fields(params)
+        }
+
+    def admit(self, admitted: Sequence[tuple[int, SamplingParams]]) -> None:
+        """Note how the rows that are let in sample; rows that stay greedy cost nothing."""
+        if not admitted:
+            return
+        rows = torch.tensor([row for row, _ in admitted], device=self._device)
+        for name, column in self._columns.items():
+            values = [getattr(sampling, name) for _, sampling in admitted]
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=self._device)
+
+    def of(self, rows: Tensor) -> dict[str, Tensor]:
+        """The columns of these rows, by the names that `tcb.kernels.sample` gives them."""
+        return {name: column[rows] for name, column in self._columns.items()}
 
 
 class Buffers:
@@ -74,7 +93,7 @@ class Buffers:
     ):
         self.page_size, self.device = page_size, device
         self.last_token = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self.sampling = _greedy_rows(max_requests, device)
+        self.sampling = SamplingTensors(max_requests, device)
         self._windows = tuple(group.window for group in groups)
         self._max_columns = tuple(columns)
         self._tables = [
@@ -91,7 +110,7 @@ class Buffers:
         """Upload one batch, edit the block tables, find its slots. Writes the tables and the rows
         that are let in.
         """
-        self._set_sampling(packed.admitted)
+        self.sampling.admit(packed.admitted)
         pages = -(-packed.max_seq_len // self.page_size)
         self._widen(pages)
         parts = [
@@ -137,16 +156,6 @@ class Buffers:
                 wider[:, : table.shape[1]] = table
                 self._tables[g] = wider
 
-    def _set_sampling(self, admitted: Sequence[tuple[int, SamplingParams]]) -> None:
-        """Note how the rows that are let in sample; rows that stay greedy cost nothing."""
-        if not admitted:
-            return
-        rows = torch.tensor([row for row, _ in admitted], device=self.device)
-        for field in fields(SamplingTensors):
-            column: Tensor = getattr(self.sampling, field.name)
-            values = [getattr(sampling, field.name) for _, sampling in admitted]
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
-
 
 def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:
     """Arrays of C ints as int32 tensors on the device, in one transfer; on a CPU without a copy of
@@ -161,17 +170,3 @@ def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:
     if device.type != "cpu":
         tensor = tensor.pin_memory().to(device, non_blocking=True)
     return list(tensor.split([len(part) for part in parts]))
-
-
-def _greedy_rows(num_rows: int, device: torch.device) -> SamplingTensors:
-    def column(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-    return SamplingTensors(
-        do_sample=column(False, torch.bool),
-        temperature=column(1.0, torch.float32),
-        top_k=column(0, torch.int64),
-        top_p=column(1.0, torch.float32),
-        min_p=column(0.0, torch.float32),
-        seed=column(0, torch.int64),
-    )

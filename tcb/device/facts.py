@@ -43,7 +43,7 @@ def read_facts(
         intermediate_size=max(width, experts * expert_width),
         max_positions=layers.max_positions,
         keeps_logits=layers.keeps_logits,
-        samples=options.do_sample or options.needs_history,
+        samples=options.sampling.do_sample or options.needs_history,
         needs_history=options.needs_history,
         hints=hints,
     )

@@ -20,7 +20,7 @@ from tcb.kernels.dispatch import use_triton
 from tcb.kernels.gpu.work_list import WorkList
 from tcb.model.attention_hook import call_model
 from tcb.model.probe import ModelLayers
-from tcb.options.generation import apply_history
+from tcb.options.processors import apply_history
 from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
@@ -103,17 +103,12 @@ class Runner:
         errors: dict[int, str] = {}
         if histories:
             logits = _process(logits.float(), histories, errors)
-        row, sampling = tensors.sample_row, self.buffers.sampling
+        row = tensors.sample_row
         token, logprob = sample(
             logits,
-            temperature=sampling.temperature[row],
-            top_k=sampling.top_k[row],
-            top_p=sampling.top_p[row],
-            min_p=sampling.min_p[row],
-            seed=sampling.seed[row],
             position=tensors.positions[tensors.sample_index],
-            do_sample=sampling.do_sample[row],
             want_logprob=self._limits.return_logprobs,
+            **self.buffers.sampling.of(row),
         )
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
         self.buffers.last_token[row] = token.clamp(min=0)

@@ -1,91 +1,111 @@
-"""Read the generation options of a call: each honoured as `generate` does, or refused by name.
+"""Read the generation options of a call once: each honoured as `generate` does, or refused by name.
 
 Values a caller leaves out come from the model's generation config and then from transformers'
-defaults, by the function that `generate` uses. Temperature, top-k, top-p and min-p are numbers of a
-row, handed to the sampling kernel. An option that needs the history of a request becomes
-transformers' own logits processors, built for each request as `generate` builds them.
-
-It does not know the engine or its batches, draws nothing, and writes neither to the caller's
-objects nor to any random state.
+defaults, by the function that `generate` uses. An option that needs the history of a request
+becomes transformers' own logits processors (`processors`); every other one is a number of the
+request. Nothing that a caller hands in is written.
 """
 
 import copy
-import hashlib
-import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import index, not_
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation import logits_process
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
 
-from tcb.planning.request import SamplingParams, end_tokens
+from tcb.options.processors import build_processors, need_history
+from tcb.options.seeds import request_seed
+from tcb.planning.request import SamplingParams, end_tokens, is_integer, is_number
 
-_NATIVE = (
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
-)
-# options that the engine cannot honour: the values that mean "off", and what it says of them
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_beams": (lambda value: value in (None, 1), "1 (there is no beam search)"),
-    "constraints": (lambda value: value is None, "None (there is no beam search)"),
-    "force_words_ids": (lambda value: value is None, "None (there is no beam search)"),
-    "stop_strings": (lambda value: value is None, "None (there is no tokenizer)"),
-    "token_healing": (lambda value: not value, "False (there is no tokenizer)"),
-    "max_time": (lambda value: value is None, "None"),
-    "guidance_scale": (lambda value: value in (None, 1), "1 (there is no second forward)"),
-    "penalty_alpha": (lambda value: not value, "None (there is no contrastive search)"),
-    "dola_layers": (lambda value: value is None, "None"),
-    "prompt_lookup_num_tokens": (lambda value: value is None, "None (nothing is speculated)"),
-    "assistant_early_exit": (lambda value: value is None, "None (nothing is speculated)"),
-    "use_mtp": (lambda value: not value, "False (nothing is speculated)"),
-    "speculation_type": (lambda value: value is None, "None (nothing is speculated)"),
-    "is_assistant": (lambda value: not value, "False (nothing is speculated)"),
-    "output_attentions": (lambda value: not value, "False"),
-    "output_hidden_states": (lambda value: not value, "False"),
-    "output_scores": (lambda value: not value, "False"),
-    "output_logits": (lambda value: not value, "False"),
-    "return_dict_in_generate": (lambda value: not value, "False"),
+logger = logging.getLogger("ContinuousBatchingLogger")
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _is_one(value: Any) -> bool:
+    return value in (None, 1)
+
+
+def _is_length(value: Any) -> bool:
+    try:
+        return value is None or (not isinstance(value, bool) and index(value) > 0)
+    except TypeError:
+        return False
+
+
+# option -> which values are honoured, and the same in words. Sampling options are checked where
+# they have a say, all others always.
+_ALWAYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_beams": (_is_one, "1 (there is no beam search)"),
+    "constraints": (_is_none, "None (there is no beam search)"),
+    "force_words_ids": (_is_none, "None (there is no beam search)"),
+    "stop_strings": (_is_none, "None (there is no tokenizer)"),
+    "token_healing": (not_, "False (there is no tokenizer)"),
+    "max_time": (_is_none, "None"),
+    "guidance_scale": (_is_one, "1 (there is no second forward)"),
+    "penalty_alpha": (not_, "None (there is no contrastive search)"),
+    "dola_layers": (_is_none, "None"),
+    "prompt_lookup_num_tokens": (_is_none, "None (nothing is speculated)"),
+    "assistant_early_exit": (_is_none, "None (nothing is speculated)"),
+    "use_mtp": (not_, "False (nothing is speculated)"),
+    "speculation_type": (_is_none, "None (nothing is speculated)"),
+    "is_assistant": (not_, "False (nothing is speculated)"),
+    "output_attentions": (not_, "False"),
+    "output_hidden_states": (not_, "False"),
+    "output_scores": (not_, "False"),
+    "output_logits": (not_, "False"),
+    "return_dict_in_generate": (not_, "False"),
     "cache_implementation": (
         lambda value: value in (None, "paged", "dynamic", "dynamic_full"),
         "None, 'paged', 'dynamic' or 'dynamic_full' (keys and values are always paged)",
     ),
-    "cache_config": (lambda value: not value, "None (keys and values are always paged)"),
+    "cache_config": (not_, "None (keys and values are always paged)"),
+    "max_new_tokens": (_is_length, "integers > 0"),
+    "max_length": (_is_length, "integers > 0"),
 }
-_MASK_64 = 2**64 - 1
-_calls = itertools.count()
+_SAMPLING = {each.name: each for each in fields(SamplingParams) if each.name != "seed"}
+_RULES = _ALWAYS | {
+    **{
+        each.name: (each.metadata["accepts"], each.metadata["accepted"])
+        for each in _SAMPLING.values()
+    },
+    # any integer: a row's seed is mixed from it
+    "seed": (is_integer, "integers"),
+}
+# what a request may have of its own
+_OF_A_REQUEST = (*_SAMPLING, "seed", "max_new_tokens", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """The generation options of a call or of one request.
 
-    eos              ids that end a generation; none where `generate` would know none
-    max_new_tokens   most new tokens; None: `max_length` says; both None: transformers' default
-    seed             a seed of this request's own, or None
-    needs_history    whether scores must pass the processors of `processors_for`, which then hold
-                     temperature, top-k, top-p and min-p too, in the order of `generate`, and
-                     `sampling_for` leaves those off
+    sampling            how its rows draw; the seed comes with `sampling_for`
+    eos                 ids that end a generation; none where `generate` would know none
+    max_new_tokens      most new tokens; None: `max_length` says; both None: transformers' default
+    seed                a seed of this request's own, or None
+    needs_history       whether scores must pass the processors of `processors_for`, which then hold
+                        temperature, top-k, top-p and min-p too, in the order of `generate`, and
+                        `sampling` leaves those off
+    generation_config   a copy of what was given, with the call's keywords set; no default filled in
     """
 
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    sampling: SamplingParams
     eos: frozenset[int]
     num_return_sequences: int
     max_new_tokens: int | None
     max_length: int | None
     needs_history: bool
     seed: int | None = None
+    generation_config: GenerationConfig = field(kw_only=True, repr=False, compare=False)
     _config: GenerationConfig = field(kw_only=True, repr=False, compare=False)
-    _model: PreTrainedModel = field(kw_only=True, repr=False, compare=False)
+    _model: Any = field(kw_only=True, repr=False, compare=False)
 
     def new_tokens_for(self, prompt_length: int) -> int:
         """Most new tokens after a prompt of this length.
@@ -111,46 +131,11 @@ class GenerationOptions:
         return limit - prompt_length
 
     def sampling_for(self, seed: int, child: int = 0) -> SamplingParams:
-        """How the sampling kernel draws for a request; a seed of its own (`override`) goes before
-        `seed`."""
-        if not self.do_sample:
-            return SamplingParams()
-        if self.seed is not None:
-            seed = request_seed(self.seed, 0, child)
-        if self.needs_history:
-            return SamplingParams(do_sample=True, seed=seed)
-        return SamplingParams(
-            do_sample=True,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=seed,
-        )
-
-    def override(self, **fields: Any) -> "GenerationOptions":
-        """The options of one request: temperature, top_k, top_p, min_p, do_sample and seed, None to
-        leave as is.
-
-        ValueError names a field of a wrong type or range, TypeError an unknown one.
-        """
-        unknown = fields.keys() - _OVERRIDES.keys()
-        if unknown:
-            raise TypeError(
-                f"unknown sampling option {sorted(unknown)[0]!r}; accepted: {', '.join(_OVERRIDES)}"
-            )
-        given = {name: value for name, value in fields.items() if value is not None}
-        for name, value in given.items():
-            accepts, accepted = _OVERRIDES[name]
-            if not accepts(value):
-                raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
-        seed = given.pop("seed", self.seed)
-        if not given:
-            return replace(self, seed=seed)
-        config = copy.copy(self._config)
-        for name, value in given.items():
-            setattr(config, name, _OPTION_TYPES[name](value))
-        return _options(self._model, config, seed)
+        """How the row of a request draws; a seed of its own (`override`) goes before `seed`."""
+        if not self.sampling.do_sample:
+            return self.sampling
+        own = seed if self.seed is None else request_seed(self.seed, 0, child)
+        return replace(self.sampling, seed=own)
 
     def processors_for(
         self,
@@ -169,203 +154,138 @@ class GenerationOptions:
             return None
         eos = self.eos if eos is None else eos
         device = self._model.device if device is None else device
-        return _processors(self._model, self._config, prompt, max_new_tokens, eos, device)
+        return build_processors(self._model, self._config, prompt, max_new_tokens, eos, device)
+
+    def override(self, **request_options: Any) -> "GenerationOptions":
+        """The options of one request, None to leave as is: every field of `SamplingParams`,
+        max_new_tokens and eos_token_id.
+
+        ValueError names an option of a wrong type or range, TypeError an unknown one.
+        """
+        for name in sorted(request_options.keys() - set(_OF_A_REQUEST)):
+            accepted = ", ".join(_OF_A_REQUEST)
+            raise TypeError(f"unknown option of a request {name!r}; accepted: {accepted}")
+        given = {name: value for name, value in request_options.items() if value is not None}
+        eos = given.pop("eos_token_id", None)
+        for name, value in given.items():
+            _require(name, value)
+        own: dict[str, Any] = {} if eos is None else {"eos": end_tokens(eos)}
+        own |= {
+            name: index(given.pop(name)) for name in ("seed", "max_new_tokens") if name in given
+        }
+        if given:
+            config = copy.copy(self._config)
+            for name, value in given.items():
+                setattr(config, name, type(_SAMPLING[name].default)(value))
+            own |= {"_config": config, **_read_sampling(self._model, config, self.eos)}
+        return replace(self, **own)
+
+    def without_processing(self) -> "GenerationOptions":
+        """These options with nothing that changes logits before a token is chosen."""
+        off = {name: each.default for name, each in _SAMPLING.items() if name != "do_sample"}
+        return replace(self.override(**off), needs_history=False)
 
 
 def read_options(
-    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **fields: Any
+    model: nn.Module,
+    generation_config: GenerationConfig | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> GenerationOptions:
-    """The options that `model.generate(generation_config=..., **fields)` would use.
+    """What `model.generate(generation_config=..., **options)` would use, the model's own config
+    where none is given.
 
-    fields   generation options that go before those of the config; None leaves the config's value
+    options   go before those of the config; None leaves the config's value
     Raises ValueError that names an option the engine cannot honour, or one that `generate` would
-    not accept, and TypeError for a field that is no generation option. Writes nothing.
+    not accept, and TypeError for an unknown option and for what is no generation config.
     """
-    base = generation_config if generation_config is not None else GenerationConfig()
-    fields = {name: value for name, value in fields.items() if value is not None}
-    for name in fields:
-        if name not in vars(base) or name.startswith("_"):
-            raise TypeError(f"unknown generation option {name!r}")
-    sources = (fields.get("max_length"), base.max_length, model.generation_config.max_length)
-    has_length = any(length is not None for length in sources)
-    config, _ = model._prepare_generation_config(copy.deepcopy(base), **fields)
-    if not has_length:
+    given = _given(model, generation_config, options or {})
+    generator: Any = model
+    lengths = given.max_length, generator.generation_config.max_length
+    config, _ = generator._prepare_generation_config(given)
+    if lengths == (None, None):
+        # transformers' default is a length for each prompt (`new_tokens_for`)
         config.max_length = None
-    return _options(model, config, None)
-
-
-def apply_history(
-    processors: LogitsProcessorList, input_ids: Sequence[int], scores: torch.Tensor
-) -> torch.Tensor:
-    """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating
-    dtype) is unchanged.
-
-    input_ids   prompt and generated tokens so far
-    Raises what a processor raises: it concerns this request alone.
-    """
-    history = torch.tensor([input_ids], dtype=torch.long, device=scores.device)
-    processed = processors(history, scores[None].to(torch.float32, copy=True))
-    if processed.shape != (1, *scores.shape):
-        raise ValueError(
-            f"the logits processors gave scores of shape {list(processed.shape)}; "
-            f"accepted: {[1, *scores.shape]}"
-        )
-    return processed[0]
-
-
-def draw_base_seed(seed: int | None) -> int:
-    """The seed of a run, in [-2^63, 2^63): `seed` if given, else one made of torch's CPU random
-    state and a call count.
-
-    The state is read, not advanced. After `torch.manual_seed` a program draws the same seeds from
-    run to run, and two calls in a row draw different ones.
-    """
-    if seed is not None:
-        if not _is_integer(seed):
-            raise ValueError(f"seed is {seed!r}; accepted: integers")
-        return _signed(int(seed))
-    state = torch.random.default_generator.get_state().numpy().tobytes()
-    digest = hashlib.blake2b(state, digest_size=8, salt=next(_calls).to_bytes(8, "little"))
-    return _signed(int.from_bytes(digest.digest(), "little"))
-
-
-def request_seed(base_seed: int, ordinal: int, child: int = 0) -> int:
-    """The seed of one request, in [-2^63, 2^63): the base seed mixed with the request's ordinal and
-    child number.
-
-    Three rounds of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014).
-    """
-    mixed = 0
-    for word in (base_seed, ordinal, child):
-        mixed = _splitmix(mixed ^ (word & _MASK_64))
-    return _signed(mixed)
-
-
-def _splitmix(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return state ^ (state >> 31)
-
-
-def _signed(word: int) -> int:
-    """The int64 that has the low 64 bits of `word`."""
-    return ((word + 2**63) & _MASK_64) - 2**63
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-_OPTION_TYPES = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "do_sample": bool,
-}
-_OVERRIDES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: _is_number(value) and value > 0, "finite numbers > 0"),
-    "top_k": (lambda value: _is_integer(value) and value >= 0, "integers >= 0 (0 is off)"),
-    "top_p": (lambda value: _is_number(value) and 0 <= value <= 1, "numbers in [0, 1]"),
-    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "numbers in [0, 1]"),
-    "do_sample": (lambda value: isinstance(value, bool), "True, False"),
-    "seed": (_is_integer, "integers"),
-}
-
-
-def _options(
-    model: PreTrainedModel, config: GenerationConfig, seed: int | None
-) -> GenerationOptions:
-    """The options of a config in which every default is filled in, but for a max_length that nobody
-    gave."""
-    for name, (is_off, accepted) in _REFUSED.items():
-        value = getattr(config, name, None)
-        if not is_off(value):
-            raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
-    for name in ("max_new_tokens", "max_length"):
-        value = getattr(config, name)
-        if value is not None and not (_is_integer(value) and value > 0):
-            raise ValueError(f"{name} is {value!r}; accepted: integers > 0")
-    sampling = _sampling_fields(config) if config.do_sample else SamplingParams()
+    for name in _ALWAYS:
+        _require(name, getattr(config, name, None))
     eos = end_tokens(config.eos_token_id)
-    processors = _processors(model, config, (0,), 1, eos, torch.device("cpu"))
     return GenerationOptions(
-        do_sample=bool(config.do_sample),
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
         eos=eos,
         num_return_sequences=config.num_return_sequences,
-        max_new_tokens=config.max_new_tokens,
-        max_length=config.max_length,
-        needs_history=any(type(processor) not in _NATIVE for processor in processors),
-        seed=seed,
+        max_new_tokens=_length(config.max_new_tokens),
+        max_length=_length(config.max_length),
+        generation_config=given,
         _config=config,
         _model=model,
+        **_read_sampling(model, config, eos),
     )
 
 
-def _sampling_fields(config: GenerationConfig) -> SamplingParams:
-    """Temperature, top-k, top-p and min-p with the values of "off" that the kernel knows; writes
-    whole temperatures into the config as floats, which is all that transformers' warper takes."""
-    if _is_integer(config.temperature):
-        config.temperature = float(config.temperature)
-    top_p = 1.0 if config.top_p is None else config.top_p
-    return SamplingParams(
-        do_sample=True,
-        temperature=1.0 if config.temperature is None else config.temperature,
-        top_k=0 if config.top_k is None else config.top_k,
-        # as in `generate`, a top_p of 1 and more is off
-        top_p=min(top_p, 1.0) if _is_number(top_p) else top_p,
-        min_p=0.0 if config.min_p is None else config.min_p,
-    )
-
-
-def _processors(
-    model: PreTrainedModel,
-    config: GenerationConfig,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    eos: Iterable[int],
-    device: torch.device | str,
-) -> LogitsProcessorList:
-    """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6
-    (lengths) and 8."""
-    config = copy.copy(config)
-    config.eos_token_id = sorted(eos) or None
-    config.max_length = len(prompt) + max_new_tokens
-    if config.min_new_tokens is not None:
-        config.min_length = len(prompt) + config.min_new_tokens
-    try:
-        model._prepare_special_tokens(config, True, device=device, batch_size=1)
-        return model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([prompt], dtype=torch.long, device=device),
-            logits_processor=LogitsProcessorList(),
-            device=device,
-            model_kwargs={},
+def config_within(generation_config: Any) -> Any:
+    """The continuous batching config that a generation config carries, the old way; or None."""
+    config = getattr(generation_config, "continuous_batching_config", None)
+    if config is not None:
+        logger.warning(
+            "the continuous batching config comes inside the generation config, which transformers "
+            "deprecates; it is honoured, but better passed as continuous_batching_config"
         )
-    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise ValueError(f"generation options {_active(config)} are refused: {error}") from error
+    return config
 
 
-def _active(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a config that are not transformers' defaults."""
-    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
-    return {
-        name: value
-        for name, value in config.to_dict().items()
-        if not name.startswith("_")
-        and not name.endswith("_token_id")
-        and name != "max_length"
-        and value is not None
-        and value != defaults.get(name)
-    }
+def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any]) -> Any:
+    """A copy of the generation config, or of the model's own, with these options set."""
+    given = generation_config
+    if given is None:
+        given = getattr(model, "generation_config", None)
+    if given is None:
+        kind = type(model).__name__
+        raise ValueError(f"generation_config is None, and a {kind} has none; accepted: a config")
+    if not hasattr(given, "max_new_tokens"):
+        kind = type(given).__name__
+        raise TypeError(f"generation_config is a {kind}; accepted: a GenerationConfig, and None")
+    known = vars(type(given)())
+    for name in options:
+        if name not in known or name.startswith("_"):
+            raise TypeError(
+                f"generate_batch() got an unexpected keyword argument {name!r}; accepted beside "
+                "its own: the fields of GenerationConfig"
+            )
+    given = copy.deepcopy(given)
+    for name, value in options.items():
+        if value is not None:
+            setattr(given, name, value)
+    return given
+
+
+def _require(name: str, value: Any) -> None:
+    accepts, accepted = _RULES[name]
+    if not accepts(value):
+        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
+
+
+def _length(value: Any) -> int | None:
+    return None if value is None else index(value)
+
+
+def _read_sampling(
+    model: nn.Module, config: GenerationConfig, eos: Iterable[int]
+) -> dict[str, Any]:
+    """The fields `sampling` and `needs_history` of these options. Writes whole numbers into the
+    config as floats where floats are meant: transformers' warpers take nothing else."""
+    sampling = SamplingParams()
+    if config.do_sample:
+        values = {name: getattr(config, name, None) for name in _SAMPLING} | {"do_sample": True}
+        for name, value in values.items():
+            if value is None:
+                values[name] = _SAMPLING[name].default
+            elif isinstance(_SAMPLING[name].default, float) and is_integer(value):
+                values[name] = float(value)
+                setattr(config, name, values[name])
+        if is_number(values["top_p"]):
+            # as in `generate`, 1 and more is off
+            values["top_p"] = min(values["top_p"], 1.0)
+        sampling = SamplingParams(**values)
+    processors = build_processors(model, config, (0,), 1, eos, "cpu")
+    needs_history = need_history(processors)
+    if needs_history:
+        sampling = SamplingParams(do_sample=sampling.do_sample)
+    return {"sampling": sampling, "needs_history": needs_history}

@@ -3,8 +3,8 @@
 It does not know models, tokenizers, tensors, or how far a request has come.
 """
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from math import isfinite
 from numbers import Integral, Real
@@ -59,31 +59,47 @@ class WorkloadHints:
     num_requests: int = 0
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is a whole number of any integer type; booleans are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite real number of any type; booleans are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _option(default: Any, accepted: str, accepts: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"accepted": accepted, "accepts": accepts})
+
+
+def _is_share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    """How the next token is chosen: a field is a generation option, an option of one request, a
+    column on the device and a keyword of `tcb.kernels.sample`.
 
-    Without `do_sample` the highest logit wins and nothing else here has a say, so nothing else is
-    checked. Raises ValueError.
+    The default of a field means off, and its type is the type of the column. Without `do_sample`
+    the highest logit wins and nothing else here has a say, so nothing else is checked. Raises
+    ValueError.
     """
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    do_sample: bool = _option(False, "True, False", lambda value: isinstance(value, bool))
+    temperature: float = _option(1.0, "finite numbers > 0", lambda v: is_number(v) and v > 0)
+    top_k: int = _option(0, "integers >= 0 (0 is off)", lambda v: is_integer(v) and v >= 0)
+    top_p: float = _option(1.0, "numbers in [0, 1]", _is_share)
+    min_p: float = _option(0.0, "numbers in [0, 1]", _is_share)
+    seed: int = _option(
+        0, "integers in [-2**63, 2**63)", lambda v: is_integer(v) and -(2**63) <= v < 2**63
+    )
 
-    def __post_init__(self):
-        if not self.do_sample:
-            return
-        warm = _is_number(self.temperature) and self.temperature > 0
-        _require(warm, self, "temperature", "finite numbers > 0")
-        _require(_is_integer(self.top_k) and self.top_k >= 0, self, "top_k", "integers >= 0")
-        _require(_is_number(self.top_p) and 0 <= self.top_p <= 1, self, "top_p", "[0, 1]")
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, self, "min_p", "[0, 1]")
-        fits = _is_integer(self.seed) and -(2**63) <= self.seed < 2**63
-        _require(fits, self, "seed", "integers in [-2**63, 2**63)")
+    def __post_init__(self) -> None:
+        for each in fields(self) if self.do_sample else ():
+            holds = each.metadata["accepts"](getattr(self, each.name))
+            _require(holds, self, each.name, each.metadata["accepted"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +130,7 @@ class Request:
 
     def __post_init__(self):
         _require(isinstance(self.id, str) and self.id != "", self, "id", "non-empty strings")
-        fits = _is_integer(self.max_new_tokens) and self.max_new_tokens >= 1
+        fits = is_integer(self.max_new_tokens) and self.max_new_tokens >= 1
         _require(fits, self, "max_new_tokens", "integers >= 1")
         if not self.prompt:
             raise ValueError("prompt is (); accepted: at least one token id")
@@ -163,7 +179,7 @@ def end_tokens(value: Any) -> frozenset[int]:
     return frozenset(token for token in ids if token >= 0)
 
 
-def _plain_integer(name, token, accepted="integers"):
+def _plain_integer(name: str, token: Any, accepted: str = "integers") -> int:
     """The integer that a token id stands for; `item` opens scalars of arrays."""
     try:
         plain = token.item() if hasattr(token, "item") else token
@@ -175,14 +191,6 @@ def _plain_integer(name, token, accepted="integers"):
         raise ValueError(f"{name} is {shown:.200}; accepted: {accepted}") from None
 
 
-def _is_integer(value):
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value):
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-
-
-def _require(holds, owner, name, accepted):
+def _require(holds: bool, owner: Any, name: str, accepted: str) -> None:
     if not holds:
         raise ValueError(f"{name} is {getattr(owner, name)!r}; accepted: {accepted}")

@@ -6,13 +6,14 @@ It does not know threads, or what an engine does beyond saying which requests ca
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from time import monotonic, perf_counter
 from typing import Any
 
 from tcb.engine import Engine
-from tcb.options.generation import GenerationOptions, draw_base_seed, request_seed
+from tcb.options.generation import GenerationOptions
+from tcb.options.seeds import draw_base_seed, request_seed
 from tcb.planning.request import Request, check_prompt, end_tokens
 from tcb.service.loop import Inbox
 from tcb.service.outputs import Collector, OutputRouter, failed_output
@@ -71,8 +72,7 @@ class Intake:
 
     def clear(self) -> None:
         """Take away all that changes logits before a token is chosen."""
-        plain = self.options.override(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        self.options = replace(plain, needs_history=False)
+        self.options = self.options.without_processing()
 
     def read_wish(
         self, streaming: bool, record_timestamps: bool, options: Mapping[str, Any]

@@ -7,15 +7,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
-from tcb.options.generation import (
-    _splitmix,
-    apply_history,
-    draw_base_seed,
-    read_options,
-    request_seed,
-)
+from tcb.options.processors import apply_history
+from tcb.options.seeds import draw_base_seed
 from tcb.planning.request import SamplingParams
-from tests.support.options import HISTORY, PROMPT, VOCAB, WARPERS, build, generate
+from tests.support.options import HISTORY, PROMPT, VOCAB, WARPERS, build, generate, read
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def model(shared_model):
 
 
 def test_plain_options_need_no_history(model):
-    options = read_options(model, max_new_tokens=3)
+    options = read(model, max_new_tokens=3)
     assert not options.needs_history
     assert options.processors_for(PROMPT, 3) is None
     assert options.sampling_for(9) == SamplingParams()
@@ -43,7 +38,7 @@ def test_plain_options_need_no_history(model):
 
 
 def test_sampling_defaults_are_those_of_generate(model):
-    options = read_options(model, do_sample=True)
+    options = read(model, do_sample=True)
     assert options.sampling_for(9) == SamplingParams(do_sample=True, top_k=50, seed=9)
 
 
@@ -51,10 +46,10 @@ def test_the_options_of_a_checkpoint_come_before_defaults_and_after_the_caller(m
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.6, top_p=0.95, top_k=20, eos_token_id=[2, 7]
     )
-    assert read_options(model).sampling_for(0) == SamplingParams(True, 0.6, 20, 0.95)
-    assert read_options(model).eos == {2, 7}
+    assert read(model).sampling_for(0) == SamplingParams(True, 0.6, 20, 0.95)
+    assert read(model).eos == {2, 7}
     given = GenerationConfig(temperature=0.8, top_k=0, eos_token_id=-1)
-    options = read_options(model, given, top_p=1.0)
+    options = read(model, given, top_p=1.0)
     assert options.sampling_for(0) == SamplingParams(True, 0.8, 0, 1.0)
     assert options.eos == frozenset()
 
@@ -64,13 +59,13 @@ def test_the_options_of_a_checkpoint_come_before_defaults_and_after_the_caller(m
     [(None, {2}), (5, {5}), ([5, 6], {5, 6}), (torch.tensor([5]), {5}), (-1, set()), ([], set())],
 )
 def test_end_tokens(model, eos, wanted):
-    options = read_options(model, GenerationConfig(eos_token_id=eos))
+    options = read(model, GenerationConfig(eos_token_id=eos))
     assert options.eos == wanted
 
 
 def test_a_model_without_end_tokens_has_none(model):
     model.generation_config.eos_token_id = None
-    assert read_options(model).eos == frozenset()
+    assert read(model).eos == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -82,14 +77,14 @@ def test_a_model_without_end_tokens_has_none(model):
 def test_lengths_are_those_of_generate(model, fields, own):
     # ids are told apart from the end token, so that the length alone ends a generation
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **own)
-    options = read_options(model, GenerationConfig(**fields))
+    options = read(model, GenerationConfig(**fields))
     made = generate(model, generation_config=GenerationConfig(**fields)).shape[1] - len(PROMPT)
     assert options.new_tokens_for(len(PROMPT)) == made
 
 
 def test_the_default_length_stops_at_the_positions_of_the_model(model):
     prompt = torch.arange(60)[None] % VOCAB
-    options = read_options(model)
+    options = read(model)
     with pytest.warns(UserWarning, match="max_length"):
         made = model.generate(prompt, eos_token_id=-1).shape[1] - 60
     assert options.new_tokens_for(60) == made == 4
@@ -98,7 +93,7 @@ def test_the_default_length_stops_at_the_positions_of_the_model(model):
 
 
 def test_a_prompt_beyond_max_length_is_refused_as_generate_does(model):
-    options = read_options(model, max_length=6)
+    options = read(model, max_length=6)
     with pytest.raises(ValueError, match="max_length"):
         generate(model, max_length=6)
     with pytest.raises(ValueError, match="max_length is 6"):
@@ -140,7 +135,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(model, name):
     with pytest.raises(ValueError, match=name):
-        read_options(model, GenerationConfig(**{name: REFUSED[name]}))
+        read(model, GenerationConfig(**{name: REFUSED[name]}))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +152,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(model, name):
 )
 def test_sampling_options_out_of_range_are_refused_by_name_when_sampling(model, name, value):
     with pytest.raises(ValueError, match=f"{name} is"):
-        read_options(model, do_sample=True, **{name: value})
-    assert read_options(model, **{name: value}).sampling_for(0) == SamplingParams()
+        read(model, do_sample=True, **{name: value})
+    assert read(model, **{name: value}).sampling_for(0) == SamplingParams()
 
 
 def test_what_generate_ignores_is_ignored(model):
@@ -172,7 +167,7 @@ def test_what_generate_ignores_is_ignored(model):
         guidance_scale=1.0,
         pad_token_id=7,
     )
-    assert read_options(model, harmless) == read_options(model)
+    assert read(model, harmless) == read(model)
 
 
 def test_every_option_of_transformers_has_an_answer(model):
@@ -198,26 +193,26 @@ def test_every_option_of_transformers_has_an_answer(model):
 
 def test_an_unknown_option_is_a_type_error(model):
     with pytest.raises(TypeError, match="'temprature'"):
-        read_options(model, temprature=0.5)
+        read(model, temprature=0.5)
     with pytest.raises(TypeError, match="'update'"):
-        read_options(model, update=1)
+        read(model, update=1)
 
 
 # options of one request
 
 
 def test_a_request_overrides_the_options_of_the_call(model):
-    options = read_options(model, do_sample=True, temperature=0.5, top_k=7)
+    options = read(model, do_sample=True, temperature=0.5, top_k=7)
     own = options.override(temperature=2, top_p=0.5, top_k=None)
     assert own.sampling_for(1) == SamplingParams(True, 2.0, 7, 0.5, seed=1)
-    assert isinstance(own.temperature, float)
+    assert isinstance(own.sampling.temperature, float)
     assert options.sampling_for(1) == SamplingParams(True, 0.5, 7, seed=1)
     assert options.override(do_sample=False).sampling_for(1) == SamplingParams()
-    assert options.override(min_p=0.1).min_p == 0.1
+    assert options.override(do_sample=True, min_p=0.1).sampling.min_p == 0.1
 
 
 def test_a_request_that_samples_in_a_greedy_call_gets_the_warpers_of_generate(model):
-    options = read_options(model, typical_p=0.5)
+    options = read(model, typical_p=0.5)
     assert not options.needs_history
     own = options.override(do_sample=True)
     assert own.needs_history
@@ -228,7 +223,7 @@ def test_a_request_that_samples_in_a_greedy_call_gets_the_warpers_of_generate(mo
 
 
 def test_a_seed_of_its_own_goes_before_that_of_the_run(model):
-    options = read_options(model, do_sample=True)
+    options = read(model, do_sample=True)
     own = options.override(seed=5)
     assert own.sampling_for(1) == own.sampling_for(2) != options.sampling_for(1)
     assert own.sampling_for(1, child=1) != own.sampling_for(1)
@@ -253,12 +248,12 @@ def test_a_seed_of_its_own_goes_before_that_of_the_run(model):
 def test_an_override_out_of_range_is_refused_by_name(model, fields):
     (name,) = fields
     with pytest.raises(ValueError, match=f"{name} is"):
-        read_options(model).override(**fields)
+        read(model).override(**fields)
 
 
 def test_an_unknown_override_is_a_type_error(model):
     with pytest.raises(TypeError, match="'repetition_penalty'"):
-        read_options(model).override(repetition_penalty=1.2)
+        read(model).override(repetition_penalty=1.2)
 
 
 # nothing is touched
@@ -268,52 +263,12 @@ def test_neither_configs_nor_random_state_change(model):
     given = GenerationConfig(do_sample=True, watermarking_config=WatermarkingConfig(), top_k=5)
     before = given.to_dict(), model.generation_config.to_dict(), model.config.to_dict()
     state = torch.get_rng_state()
-    options = read_options(model, given, temperature=3)
+    options = read(model, given, temperature=3)
     own = options.override(temperature=2, seed=3)
     apply_history(own.processors_for(PROMPT, 3), PROMPT, torch.zeros(VOCAB))
     draw_base_seed(None)
     after = given.to_dict(), model.generation_config.to_dict(), model.config.to_dict()
     assert before == after
     assert torch.equal(torch.get_rng_state(), state)
-    assert options.override(top_k=3).temperature == 3.0
-
-
-# seeds
-
-
-def test_a_given_seed_is_the_base_seed():
-    assert draw_base_seed(11) == 11
-    assert draw_base_seed(2**64 - 1) == -1
-    with pytest.raises(ValueError, match=r"seed is 1\.5"):
-        draw_base_seed(1.5)
-
-
-def test_drawn_base_seeds_differ_and_follow_the_random_state(monkeypatch):
-    def drawn(seed):
-        monkeypatch.setattr("tcb.options.generation._calls", iter(range(9)))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return [draw_base_seed(None) for _ in range(3)]
-
-    assert drawn(0) == drawn(0)
-    assert len({*drawn(0), *drawn(1)}) == 6
-
-
-def test_request_seeds_use_every_bit_and_collide_nowhere():
-    seeds = {
-        request_seed(base, ordinal, child)
-        for base in (0, 1, -1, 2**62)
-        for ordinal in range(100)
-        for child in range(5)
-    }
-    assert len(seeds) == 4 * 100 * 5
-    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    for bit in range(64):
-        ones = sum(seed >> bit & 1 for seed in seeds)
-        # 2000 fair bits: 1000, standard deviation 22; 5 of them are passed once in 2 million
-        assert abs(ones - 1000) < 5 * 22.4
-
-
-def test_request_seeds_are_made_of_splitmix64():
-    # the first output of the published generator from state 0
-    assert _splitmix(0) == 0xE220A8397B1DCDAF
+    warpers = options.override(top_k=3).processors_for(PROMPT, 3)
+    assert 3.0 in [getattr(warper, "temperature", None) for warper in warpers]

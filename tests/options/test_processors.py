@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tcb.options.generation import apply_history, read_options
+from tcb.options.processors import apply_history
 from tcb.planning.request import SamplingParams
-from tests.support.options import HISTORY, NEW_TOKENS, PROMPT, VOCAB, WARPERS, build, generate
+from tests.support.options import HISTORY, NEW_TOKENS, PROMPT, VOCAB, WARPERS, build, generate, read
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def follow(model, options, max_new_tokens):
 @pytest.mark.parametrize("option", HISTORY)
 def test_greedy_tokens_are_those_of_generate(model, option, eos):
     fields = {"max_new_tokens": NEW_TOKENS, "eos_token_id": eos, **HISTORY[option]}
-    options = read_options(model, GenerationConfig(**fields))
+    options = read(model, GenerationConfig(**fields))
     assert options.needs_history
     wanted = generate(model, generation_config=GenerationConfig(**fields))[0].tolist()
     assert follow(model, options, options.new_tokens_for(len(PROMPT))) == wanted
@@ -75,7 +75,7 @@ def test_sampled_scores_are_those_of_generate(model, option):
         **HISTORY.get(option, {}),
         **WARPERS.get(option, {}),
     }
-    options = read_options(model, **fields)
+    options = read(model, **fields)
     assert options.needs_history
     assert options.sampling_for(4) == SamplingParams(do_sample=True, seed=4)
     with torch.random.fork_rng(devices=[]):
@@ -93,7 +93,7 @@ def test_sampled_scores_are_those_of_generate(model, option):
 
 
 def test_processors_keep_scores_and_leave_errors_to_the_caller(model):
-    options = read_options(model, repetition_penalty=1.5)
+    options = read(model, repetition_penalty=1.5)
     processors = options.processors_for(PROMPT, 4)
     scores = torch.linspace(-1, 1, VOCAB)
     kept = scores.clone()
@@ -107,7 +107,7 @@ def test_processors_keep_scores_and_leave_errors_to_the_caller(model):
 
 
 def test_requests_do_not_share_the_state_of_processors(model):
-    options = read_options(model, repetition_penalty=1.5)
+    options = read(model, repetition_penalty=1.5)
     first, second = options.processors_for(PROMPT, 4), options.processors_for(PROMPT, 4)
     assert first is not second
     assert all(a is not b for a, b in zip(first, second, strict=True))

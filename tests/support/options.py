@@ -9,6 +9,8 @@ import warnings
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, WatermarkingConfig
 
+from tcb.options.generation import read_options
+
 VOCAB = 61
 PROMPT = (5, 9, 31, 9, 5, 9)
 
@@ -68,6 +70,11 @@ def build() -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return LlamaForCausalLM(config).eval()
+
+
+def read(model, generation_config=None, **options):
+    """The generation options that these keywords make of a config."""
+    return read_options(model, generation_config, options)
 
 
 def generate(model, **fields):

@@ -1,0 +1,92 @@
+"""Logits processors that read a request's history: built as `generate` builds them, and applied.
+
+Temperature, top-k, top-p and min-p alone need none: the sampling kernel has them.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process
+
+# what `tcb.kernels.sample` does by itself
+_NATIVE = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+)
+
+
+def build_processors(
+    model: Any,
+    config: GenerationConfig,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    eos: Iterable[int],
+    device: torch.device | str,
+) -> LogitsProcessorList:
+    """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6
+    (lengths) and 8.
+
+    config   every default is filled in; unchanged
+    device   where the scores will be
+    Raises ValueError that names the options a processor refuses.
+    """
+    config = copy.copy(config)
+    config.eos_token_id = sorted(eos) or None
+    config.max_length = len(prompt) + max_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = len(prompt) + config.min_new_tokens
+    try:
+        model._prepare_special_tokens(config, True, device=device, batch_size=1)
+        return model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=torch.tensor([prompt], dtype=torch.long, device=device),
+            logits_processor=LogitsProcessorList(),
+            device=device,
+            model_kwargs={},
+        )
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise ValueError(f"generation options {_active(config)} are refused: {error}") from error
+
+
+def need_history(processors: LogitsProcessorList) -> bool:
+    """Whether one of these does what the sampling kernel does not."""
+    return any(type(processor) not in _NATIVE for processor in processors)
+
+
+def apply_history(
+    processors: LogitsProcessorList, input_ids: Sequence[int], scores: torch.Tensor
+) -> torch.Tensor:
+    """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating
+    dtype) is unchanged.
+
+    input_ids   prompt and generated tokens so far
+    Raises what a processor raises: it concerns this request alone.
+    """
+    history: Any = torch.tensor([input_ids], dtype=torch.long, device=scores.device)
+    processed = processors(history, scores[None].to(torch.float32, copy=True))
+    if processed.shape != (1, *scores.shape):
+        raise ValueError(
+            f"the logits processors gave scores of shape {list(processed.shape)}; "
+            f"accepted: {[1, *scores.shape]}"
+        )
+    return processed[0]
+
+
+def _active(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a config that are not transformers' defaults."""
+    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith("_")
+        and not name.endswith("_token_id")
+        and name != "max_length"
+        and value is not None
+        and value != defaults.get(name)
+    }
