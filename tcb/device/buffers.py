@@ -27,25 +27,24 @@ class BatchTensors:
     """A packed batch on the device.
 
     token_ids, positions      [tokens] int64
-    query_start, context_len  [sequences + 1], [sequences] int32
     sample_index, sample_row  [samples] int64
     slot, block_table         a group: [tokens] int64, [sequences, columns] int32
-    num_decodes               so many sequences, the first, have one token each
-    decode_end                [num_decodes] int32: positions that each of them sees
-    chunk_start               [others + 1] int32: query_start of the others, from the first of them
+
+    Sequences that decode come first, chunks after them:
+    decode_end                [decodes] int32: positions that each of them sees
+    chunk_start               [chunks + 1] int32: their rows, counted from the first chunk's first
+    chunk_context             [chunks] int32: positions of each that were computed before
     """
 
     token_ids: Tensor
     positions: Tensor
-    query_start: Tensor
-    context_len: Tensor
     sample_index: Tensor
     sample_row: Tensor
-    decode_end: Tensor
-    chunk_start: Tensor
     slot: tuple[Tensor, ...]
     block_table: tuple[Tensor, ...]
-    num_decodes: int
+    decode_end: Tensor
+    chunk_start: Tensor
+    chunk_context: Tensor
 
 
 class SamplingTensors:
@@ -106,9 +105,9 @@ class Buffers:
             for group, count in zip(groups, columns, strict=True)
         ]
 
-    def load(self, packed: PackedBatch) -> BatchTensors:
-        """Upload one batch, edit the block tables, find its slots. Writes the tables and the rows
-        that are let in.
+    def load(self, packed: PackedBatch, num_decodes: int) -> BatchTensors:
+        """Upload one batch, edit the block tables, find its slots; the first `num_decodes`
+        sequences, of one token each, are to decode. Writes the tables and the rows that are let in.
         """
         self.sampling.admit(packed.admitted)
         pages = -(-packed.max_seq_len // self.page_size)
@@ -137,15 +136,13 @@ class Buffers:
         return BatchTensors(
             token_ids=token_ids,
             positions=positions.long(),
-            query_start=start,
-            context_len=context,
             sample_index=index.long(),
             sample_row=sample_row.long(),
-            decode_end=context[: packed.num_decodes] + 1,
-            chunk_start=start[packed.num_decodes :] - packed.num_decodes,
             slot=slot.unbind(),
             block_table=block_tables,
-            num_decodes=packed.num_decodes,
+            decode_end=context[:num_decodes] + 1,
+            chunk_start=start[num_decodes:] - num_decodes,
+            chunk_context=context[num_decodes:],
         )
 
     def _widen(self, pages: int) -> None:

@@ -1,7 +1,5 @@
 """Runs packed batches on the model: upload, block moves, forward pass, sampling, and the way home
 of the tokens.
-
-Knows nothing of requests or of why a batch is what it is.
 """
 
 import logging
@@ -10,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks, fork_blocks
-from tcb.kernels import list_work, paged_attention, paged_decode, sample, write_kv
+from tcb.kernels import sample
 from tcb.kernels.dispatch import use_triton
-from tcb.kernels.gpu.work_list import WorkList
 from tcb.model.attention_hook import call_model
 from tcb.model.probe import ModelLayers
 from tcb.options.processors import apply_history
@@ -59,23 +58,21 @@ class Runner:
 
     def __init__(
         self,
-        twin: nn.Module,
+        twin: PreTrainedModel,
         layers: ModelLayers,
         groups: Sequence[LayerGroup],
         columns: Sequence[int],
         limits: Limits,
     ):
-        self.twin, self._layers, self._limits = twin, layers, limits
-        self._group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
+        self.twin, self._limits = twin, limits
+        self._keeps_logits = layers.keeps_logits
+        dtype, device = layers.dtype, layers.device
         with torch.inference_mode(False):
-            self.cache = KVCache(
-                groups, limits.page_size, limits.num_blocks, layers.dtype, layers.device
-            )
-            self._deterministic = limits.deterministic and _can_be_deterministic(self.cache.pool)
+            self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)
             self.host = HostBlocks(limits.host_blocks, self.cache.pool)
-            self.buffers = Buffers(
-                groups, columns, limits.page_size, limits.max_requests, layers.device
-            )
+            self.buffers = Buffers(groups, columns, limits.page_size, limits.max_requests, device)
+            self._layers = paged_layers(self.cache, groups, layers)
+            self._deterministic = limits.deterministic and _can_be_deterministic(self.cache.pool)
 
     def launch(self, packed: PackedBatch, histories: Histories) -> InFlightBatch:
         """Start one batch on the device, behind those launched before. Writes cache, host blocks
@@ -85,122 +82,32 @@ class Runner:
             self.host.save(packed.offload)
             self.host.load(packed.restore)
             fork_blocks(self.cache.pool, packed.copies)
-            tensors = self.buffers.load(packed)
-            batch = PagedBatch(
-                self.cache, self._layers, self._group_of, tensors, self._deterministic
-            )
+            # one new token is a chunk too where bits must not depend on the batch
+            batch = self.buffers.load(packed, 0 if self._deterministic else packed.num_decodes)
             logits = call_model(
                 self.twin,
-                tensors.token_ids,
-                tensors.positions,
-                tensors.sample_index,
-                batch,
-                keeps_logits=self._layers.keeps_logits,
+                batch.token_ids,
+                batch.positions,
+                batch.sample_index,
+                PagedBatch(self._layers, batch, self._deterministic),
+                keeps_logits=self._keeps_logits,
             )
-            return self._sample(logits, tensors, histories)
+            return self._sample(logits, batch, histories)
 
-    def _sample(self, logits: Tensor, tensors: BatchTensors, histories: Histories) -> InFlightBatch:
+    def _sample(self, logits: Tensor, batch: BatchTensors, histories: Histories) -> InFlightBatch:
         errors: dict[int, str] = {}
         if histories:
             logits = _process(logits.float(), histories, errors)
-        row = tensors.sample_row
+        row = batch.sample_row
         token, logprob = sample(
             logits,
-            position=tensors.positions[tensors.sample_index],
+            position=batch.positions[batch.sample_index],
             want_logprob=self._limits.return_logprobs,
             **self.buffers.sampling.of(row),
         )
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
         self.buffers.last_token[row] = token.clamp(min=0)
         return _send_home(token, logprob, errors)
-
-
-class PagedBatch:
-    """What the attention layers see of a batch: `attend` stores the new keys and values, then reads
-    the pages.
-
-    deterministic: sequences of one new token are attended to as chunks too, by the one kernel whose
-    bits do not depend on the batch.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        layers: ModelLayers,
-        group_of: Mapping[int, int],
-        tensors: BatchTensors,
-        deterministic: bool = False,
-    ):
-        self._cache, self._layers, self._group_of, self._batch = cache, layers, group_of, tensors
-        self._deterministic = deterministic
-        self._num_decodes = 0 if deterministic else tensors.num_decodes
-        self._chunk_start = tensors.query_start if deterministic else tensors.chunk_start
-        self._work: dict[tuple[int, int], WorkList | None] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        """Attention of one layer for all packed tokens.
-
-        query       [tokens, heads, dim]
-        key, value  [tokens, kv_heads, dim | value_dim]     sinks  [heads] or None
-
-        Returns [tokens, heads, value_dim]; writes the layer's cache.
-        """
-        cache, batch, group = self._cache, self._batch, self._group_of[layer]
-        key_cache, value_cache = cache.key[layer], cache.value[layer]
-        dtype = query.dtype
-        if dtype != key_cache.dtype:
-            query, key, value = (part.to(key_cache.dtype) for part in (query, key, value))
-        facts = {
-            "window": self._layers.layers[layer].window,
-            "softcap": self._layers.softcaps[layer],
-            "scale": self._layers.scales[layer],
-            "sinks": sinks,
-        }
-        write_kv(key, value, key_cache, value_cache, batch.slot[group])
-        table, n = batch.block_table[group], self._num_decodes
-        out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-        if n:
-            decode_out = out[:n]
-            paged_decode(
-                query[:n],
-                key_cache,
-                value_cache,
-                table[:n],
-                batch.decode_end,
-                out=decode_out,
-                **facts,
-            )
-        if n < table.shape[0]:
-            query, key, value = query[n:], key[n:], value[n:]
-            paged_attention(
-                query,
-                key,
-                value,
-                key_cache,
-                value_cache,
-                table[n:],
-                self._chunk_start,
-                batch.context_len[n:],
-                out=out[n:],
-                deterministic=self._deterministic,
-                work_list=self._list_work(group, query, value, facts["window"]),
-                **facts,
-            )
-        return out.to(dtype)
-
-    def _list_work(
-        self, group: int, query: Tensor, value: Tensor, window: int | None
-    ) -> WorkList | None:
-        """The work list of the batch's chunks, made by the first layer of a group that asks."""
-        place = group, query.shape[1]
-        if place not in self._work:
-            lengths = self._chunk_start, self._batch.context_len[self._num_decodes :]
-            self._work[place] = list_work(
-                query, value, *lengths, window=window, deterministic=self._deterministic
-            )
-        return self._work[place]
 
 
 def _can_be_deterministic(pool: Tensor) -> bool:

@@ -53,11 +53,13 @@ def call_model(
 
     input_ids, position_ids [tokens] and sample_index [samples] are int64 on the twin's device.
     keeps_logits: the model's forward takes `logits_to_keep`; without it, logits of all tokens are
-    computed and the wanted ones taken. Records no gradients; runs `batch.attend` once a layer.
-    Raises ValueError where the logits are of another shape: no causal language model.
+    computed and the wanted ones taken. Runs `batch.attend` once a layer; no gradients, inference
+    tensors or autocast, whatever the caller's thread is set to. Raises ValueError where the logits
+    are of another shape: no causal language model.
     """
     keep = {"logits_to_keep": sample_index} if keeps_logits else {}
-    with torch.no_grad():
+    device = input_ids.device.type
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         output = twin(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -73,13 +75,7 @@ def call_model(
 
 
 def pack(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, heads, tokens, dim] as [tokens, heads, dim], views, all of the value's dtype.
-
-    The dtypes differ under autocast only, which leaves rotated queries and keys in fp32; there
-    transformers' own attention casts them as well.
-    """
-    if query.dtype != value.dtype or key.dtype != value.dtype:
-        query, key = query.to(value.dtype), key.to(value.dtype)
+    """[1, heads, tokens, dim] as [tokens, heads, dim], views."""
     return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
@@ -102,9 +98,5 @@ def _attention(
             f"{type(module).__name__} was called without a batch: the model was not called through "
             "call_model, or it drops keywords on their way to attention"
         )
-    layer, packed = getattr(module, LAYER), pack(query, key, value)
-    if not torch.is_autocast_enabled(query.device.type):
-        return tcb_batch.attend(layer, *packed, s_aux)[None], None
-    # a batch chooses its own precision
-    with torch.autocast(query.device.type, enabled=False):
-        return tcb_batch.attend(layer, *packed, s_aux)[None], None
+    layer: int = getattr(module, LAYER)
+    return tcb_batch.attend(layer, *pack(query, key, value), s_aux)[None], None

@@ -8,6 +8,7 @@ where a hook refers back to its model.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from tcb.kernels.cpu.linear import use_onednn
@@ -47,7 +48,8 @@ def prepare(model: PreTrainedModel) -> Prepared:
     if kept is not None and kept.structure.matches(model) and kept.weights.matches(weights):
         return kept
     model.__dict__.pop(PREPARED, None)
-    clone = twin(model)
+    with torch.inference_mode(False):
+        clone = twin(model)
     use_onednn(clone)
     prepared = Prepared(clone, probe(model, clone), structure(model), weights)
     model.__dict__[PREPARED] = prepared

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tcb.device import runner
+from tcb.device import attention
 from tcb.kernels.dispatch import is_interpreting
 from tests.conftest import INTERPRETED
 from tests.support.families import FAMILIES
@@ -38,7 +38,7 @@ def calls(monkeypatch):
         return operation(*args, **options)
 
     for name in ("list_work", "paged_attention", "paged_decode"):
-        monkeypatch.setattr(runner, name, partial(count, name, getattr(runner, name)))
+        monkeypatch.setattr(attention, name, partial(count, name, getattr(attention, name)))
     return counts
 
 
@@ -51,7 +51,7 @@ def test_layers_of_a_group_share_a_list(deterministic, on_triton, calls, caplog)
         engine = new_engine(model, deterministic=deterministic, **SETTINGS)
         assert serve(engine, PROMPTS, 3) == expected
     assert caplog.messages == []
-    groups, layers = len(set(engine._runner._group_of.values())), len(engine._runner._group_of)
+    groups, layers = len(engine.state.groups), len(engine.layers.layers)
     assert groups < layers
     assert calls["list_work"] * layers == calls["paged_attention"] * groups
     assert ("paged_decode" in calls) == (deterministic == "off")

@@ -300,3 +300,15 @@ def test_a_model_that_can_no_longer_be_served_is_refused(model):
     with pytest.raises(ValueError, match="of a module that was called before"):
         call(model)
     assert PREPARED not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_what_the_callers_thread_is_set_to_has_no_part_in_it(model, mode):
+    tokens = expected(model)
+    with mode():
+        engine = new_engine(model, **SETTINGS)
+        assert engine.layers.dtype == torch.float32
+        assert serve(engine, PROMPTS, NEW) == tokens
+    assert serve(new_engine(model, **SETTINGS), PROMPTS, NEW) == tokens
