@@ -20,8 +20,8 @@ import torch
 
 from bench.environment import RESULTS, describe, store
 from tcb.planning.blocks import ROOT_HASH, hash_page
-from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, first_visible_page
+from tcb.planning.limits import Limits
 from tcb.planning.packing import pack_batch
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch

@@ -18,7 +18,7 @@ _HOMES = {
     "attach": "tcb.api",
     "ContinuousBatchingManager": "tcb.service.manager",
     "ContinuousBatchingConfig": "tcb.planning.config",
-    "WorkloadHints": "tcb.planning.request",
+    "WorkloadHints": "tcb.planning.limits",
     "GenerationOutput": "tcb.planning.request",
     "RequestStatus": "tcb.planning.request",
 }

@@ -14,7 +14,8 @@ from torch import nn
 from tcb.compat import install as drop_in
 from tcb.compat.generate import generate_paged
 from tcb.model.twin import plain_model
-from tcb.planning.request import GenerationOutput, WorkloadHints
+from tcb.planning.limits import WorkloadHints
+from tcb.planning.request import GenerationOutput
 from tcb.service.arguments import (
     choose_generation_config,
     config_within,

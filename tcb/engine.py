@@ -14,8 +14,9 @@ from tcb.device.runner import Histories, InFlightBatch, Runner
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
-from tcb.planning.config import ContinuousBatchingConfig, Limits, WorkloadHints, resolve
+from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.groups import group_layers
+from tcb.planning.limits import Limits, WorkloadHints, resolve
 from tcb.planning.packing import pack_batch
 from tcb.planning.plan import BatchPlan
 from tcb.planning.request import Request

@@ -1,4 +1,4 @@
-"""Reads what `planning.config.resolve` wants to know of the machine and the model.
+"""Reads what `planning.limits.resolve` wants to know of the machine and the model.
 
 Measures and reads only; decides no size.
 """
@@ -11,8 +11,8 @@ from torch import nn
 
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
-from tcb.planning.config import Facts, WorkloadHints
 from tcb.planning.groups import LayerGroup
+from tcb.planning.limits import Facts, WorkloadHints
 
 
 def read_facts(

@@ -20,8 +20,8 @@ from tcb.kernels.dispatch import use_triton
 from tcb.model.attention_hook import call_model
 from tcb.model.probe import ModelLayers
 from tcb.options.processors import apply_history
-from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup
+from tcb.planning.limits import Limits
 from tcb.planning.packing import PackedBatch
 
 logger = logging.getLogger("ContinuousBatchingLogger")

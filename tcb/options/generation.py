@@ -19,7 +19,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from tcb.options.processors import build_processors, need_history
 from tcb.options.seeds import request_seed
-from tcb.planning.request import SamplingParams, end_tokens, is_integer, is_number
+from tcb.planning.request import SamplingParams, end_tokens
+from tcb.planning.rules import is_integer, is_number
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 
@@ -72,7 +73,7 @@ _ALWAYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 _SAMPLING = {each.name: each for each in fields(SamplingParams) if each.name != "seed"}
 _RULES = _ALWAYS | {
     **{
-        each.name: (each.metadata["accepts"], each.metadata["accepted"])
+        each.name: (each.metadata["rule"].holds, each.metadata["rule"].accepted)
         for each in _SAMPLING.values()
     },
     # any integer: a row's seed is mixed from it

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tcb.planning.request import is_integer
+from tcb.planning.rules import is_integer
 
 _MASK_64 = 2**64 - 1
 _calls = itertools.count()

@@ -3,7 +3,7 @@
 Reads `State` and `Limits`, writes neither; decides nothing about order (`schedule`, `admission`).
 """
 
-from tcb.planning.config import Limits
+from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Blocks, Chunk, Pairs, Preemption
 from tcb.planning.state import Sequence, State
 from tcb.planning.supply import Supply

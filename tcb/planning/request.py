@@ -1,16 +1,13 @@
-"""What a user asks of the engine, and what the engine answers.
+"""What a user asks of the engine, and what the engine answers."""
 
-It does not know models, tokenizers, tensors, or how far a request has come.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from math import isfinite
-from numbers import Integral, Real
 from operator import index
 from time import perf_counter
 from typing import Any
+
+from tcb.planning.rules import BOOLEANS, Rule, integers, numbers
 
 
 class RequestStatus(IntEnum):
@@ -47,34 +44,12 @@ class GenerationOutput:
         return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
 
 
-@dataclass
-class WorkloadHints:
-    """What a user foretells of the requests to come; 0 is unknown. Fields as in transformers.
-
-    `max_prompt_length` and `max_generated_length` count the tokens of one request.
-    """
-
-    max_prompt_length: int = 0
-    max_generated_length: int = 0
-    num_requests: int = 0
+def _option(default: Any, rule: Rule) -> Any:
+    return field(default=default, metadata={"rule": rule})
 
 
-def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number of any integer type; booleans are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite real number of any type; booleans are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-
-
-def _option(default: Any, accepted: str, accepts: Callable[[Any], bool]) -> Any:
-    return field(default=default, metadata={"accepted": accepted, "accepts": accepts})
-
-
-def _is_share(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1
+_SHARES = numbers("numbers in [0, 1]", lambda value: 0 <= value <= 1)
+_SEEDS = integers(-(2**63), 2**63 - 1, "integers in [-2**63, 2**63)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +62,20 @@ class SamplingParams:
     ValueError.
     """
 
-    do_sample: bool = _option(False, "True, False", lambda value: isinstance(value, bool))
-    temperature: float = _option(1.0, "finite numbers > 0", lambda v: is_number(v) and v > 0)
-    top_k: int = _option(0, "integers >= 0 (0 is off)", lambda v: is_integer(v) and v >= 0)
-    top_p: float = _option(1.0, "numbers in [0, 1]", _is_share)
-    min_p: float = _option(0.0, "numbers in [0, 1]", _is_share)
-    seed: int = _option(
-        0, "integers in [-2**63, 2**63)", lambda v: is_integer(v) and -(2**63) <= v < 2**63
-    )
+    do_sample: bool = _option(False, replace(BOOLEANS, accepted="True, False"))
+    temperature: float = _option(1.0, numbers("finite numbers > 0", lambda value: value > 0))
+    top_k: int = _option(0, integers(0, accepted="integers >= 0 (0 is off)"))
+    top_p: float = _option(1.0, _SHARES)
+    min_p: float = _option(0.0, _SHARES)
+    seed: int = _option(0, _SEEDS)
 
     def __post_init__(self) -> None:
         for each in fields(self) if self.do_sample else ():
-            holds = each.metadata["accepts"](getattr(self, each.name))
-            _require(holds, self, each.name, each.metadata["accepted"])
+            _require(self, each.name, each.metadata["rule"])
+
+
+_IDS = Rule("non-empty strings", lambda value: isinstance(value, str), lambda value: value != "")
+_COUNTS = integers(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +104,9 @@ class Request:
     created_time: float = 0.0
     processors: Any = None
 
-    def __post_init__(self):
-        _require(isinstance(self.id, str) and self.id != "", self, "id", "non-empty strings")
-        fits = is_integer(self.max_new_tokens) and self.max_new_tokens >= 1
-        _require(fits, self, "max_new_tokens", "integers >= 1")
+    def __post_init__(self) -> None:
+        _require(self, "id", _IDS)
+        _require(self, "max_new_tokens", _COUNTS)
         if not self.prompt:
             raise ValueError("prompt is (); accepted: at least one token id")
 
@@ -191,6 +166,7 @@ def _plain_integer(name: str, token: Any, accepted: str = "integers") -> int:
         raise ValueError(f"{name} is {shown:.200}; accepted: {accepted}") from None
 
 
-def _require(holds: bool, owner: Any, name: str, accepted: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {getattr(owner, name)!r}; accepted: {accepted}")
+def _require(owner: Any, name: str, rule: Rule) -> None:
+    value = getattr(owner, name)
+    if not rule.holds(value):
+        raise ValueError(f"{name} is {value!r}; accepted: {rule.accepted}")

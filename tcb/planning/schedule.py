@@ -5,8 +5,8 @@ states give equal plans.
 """
 
 from tcb.planning.admission import plan_waiting
-from tcb.planning.config import Limits
 from tcb.planning.draft import Draft
+from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Preemption
 from tcb.planning.state import Sequence, State, pages_left
 

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tcb.planning.blocks import ROOT_HASH, BlockPool, hash_page
-from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, num_columns
+from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Chunk, Preemption, SampledTokens
 from tcb.planning.request import Request
 

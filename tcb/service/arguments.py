@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tcb.planning.request import WorkloadHints
+from tcb.planning.limits import WorkloadHints
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 

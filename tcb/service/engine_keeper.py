@@ -13,7 +13,8 @@ import torch
 
 from tcb.engine import Engine
 from tcb.options.generation import GenerationOptions
-from tcb.planning.config import ContinuousBatchingConfig, WorkloadHints, check
+from tcb.planning.config import ContinuousBatchingConfig, check
+from tcb.planning.limits import WorkloadHints
 
 # settings that an engine never sees
 _NOT_OF_THE_ENGINE = {"seed": None, "max_queue_size": 0, "per_request_processors": False}

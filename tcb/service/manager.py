@@ -1,7 +1,6 @@
 """The service around one engine: submit, wait, cancel, pause, stop, start again.
 
-It does not know how tokens are computed (`engine`), how the thread works (`loop`), or where an
-output goes (`delivery`).
+`engine` computes the tokens, `loop` is the thread's work, `outputs` delivers.
 """
 
 import asyncio
@@ -18,7 +17,8 @@ from torch import nn
 from tcb.compat.attributes import OneRank, ProcessorView
 from tcb.engine import Engine
 from tcb.options.generation import read_options
-from tcb.planning.config import ContinuousBatchingConfig, WorkloadHints
+from tcb.planning.config import ContinuousBatchingConfig
+from tcb.planning.limits import WorkloadHints
 from tcb.planning.request import GenerationOutput
 from tcb.service.engine_keeper import EngineKeeper, read_settings
 from tcb.service.intake import Intake, output_ids, plain_wish

@@ -8,8 +8,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup, first_visible_page
+from tcb.planning.limits import Limits
 from tcb.planning.packing import PackedBatch, pack_batch
 from tcb.planning.plan import BatchPlan
 from tcb.planning.request import Request

@@ -6,7 +6,7 @@ It knows nothing of the toy device: tokens are made up.
 from collections.abc import Iterable
 from typing import Any
 
-from tcb.planning.config import Limits
+from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Chunk
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tcb.planning.limits import WorkloadHints
 from tcb.planning.request import (
     GenerationOutput,
     Request,
     RequestStatus,
     SamplingParams,
-    WorkloadHints,
     check_prompt,
     end_tokens,
 )

@@ -1,4 +1,4 @@
-"""The limits that `config.resolve` makes of settings and facts."""
+"""The limits that `resolve` makes of settings and facts."""
 
 import copy
 import logging
@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcb.planning.config import ContinuousBatchingConfig, Facts, Limits, WorkloadHints, resolve
+from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.groups import Layer, group_layers
-from tcb.planning.memory import BatchSize, batch_bytes, block_bytes, pool_bytes
+from tcb.planning.limits import (
+    BatchSize,
+    Facts,
+    Limits,
+    WorkloadHints,
+    batch_bytes,
+    block_bytes,
+    pool_bytes,
+    resolve,
+)
 
 MIB = 2**20
 FULL = group_layers([Layer(i, None, 2, 8, 8) for i in range(3)])

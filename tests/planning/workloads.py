@@ -8,9 +8,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tcb.planning.config import Limits
 from tcb.planning.groups import LayerGroup
-from tcb.planning.memory import blocks_needed
+from tcb.planning.limits import Limits, blocks_needed
 from tests.planning.serving import Arrival, Workload
 from tests.planning.toy import VOCAB
 

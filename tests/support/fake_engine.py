@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tcb.planning.config import Limits
 from tcb.planning.groups import Layer, group_layers
+from tcb.planning.limits import Limits
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,

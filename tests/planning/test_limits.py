@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tcb.planning.groups import Layer, group_layers
-from tcb.planning.memory import (
+from tcb.planning.limits import (
     MAX_INT32,
     MOST_BLOCKS,
     BatchSize,

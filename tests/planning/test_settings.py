@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from tcb.planning import checks
-from tcb.planning.checks import NO_EFFECT, check
-from tcb.planning.config import ContinuousBatchingConfig
+from tcb.planning import config as settings
+from tcb.planning.config import NO_EFFECT, ContinuousBatchingConfig, check, settings_table
 
 
 @dataclass
@@ -91,7 +90,7 @@ def cases(table):
 
 @pytest.fixture(autouse=True)
 def _nothing_was_logged_before():
-    checks._warn_once.cache_clear()
+    settings._warn_once.cache_clear()
 
 
 def config_with(name, value):
@@ -105,7 +104,7 @@ def config_with(name, value):
 
 def test_tables_of_this_test_name_every_field():
     names = [field.name for field in fields(ContinuousBatchingConfig)]
-    assert list(ACCEPTED) == list(REFUSED) == list(checks._RULES) == names
+    assert list(ACCEPTED) == list(REFUSED) == names
 
 
 @pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
@@ -161,10 +160,20 @@ LOGGED = {
 }
 
 
+GRANTED = {
+    "use_cuda_graph": (False, (False, False), [False, False]),
+    "auto_switch_to_flash": (False,),
+    "drop_unsupported_processors": (False,),
+    "disable_nccl_graph_mixing": (False,),
+    "cpu_group_timeout": (None,),
+    "use_default_compile_configs": (False,),
+}
+
+
 def test_table_of_no_effect_names_fields_and_is_all_tested():
     assert list(LOGGED) == list(NO_EFFECT)
     assert set(NO_EFFECT) < set(ACCEPTED)
-    assert set(checks._HAPPENS_ANYWAY) < set(NO_EFFECT)
+    assert set(GRANTED) < set(NO_EFFECT)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_no_effect_is_logged_once(name, value, caplog):
     assert caplog.messages == [f"{name} has no effect: {NO_EFFECT[name]}"]
 
 
-@pytest.mark.parametrize(("name", "value"), cases(checks._HAPPENS_ANYWAY))
+@pytest.mark.parametrize(("name", "value"), cases(GRANTED))
 def test_what_happens_anyway_is_not_logged(name, value, caplog):
     check(config_with(name, value))
     assert caplog.messages == []
@@ -189,3 +198,17 @@ def test_what_has_an_effect_is_not_logged(name, caplog):
     for value in ACCEPTED[name]:
         check(config_with(name, value))
     assert caplog.messages == []
+
+
+def test_the_table_has_a_row_of_five_cells_for_every_setting():
+    header, line, *rows = settings_table()
+    assert header == "| setting | default | accepted | meaning | effect |"
+    assert set(line) == set("| -")
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [(name, default) for name, default, *_ in cells] == [
+        (f"`{field.name}`", f"`{field.default!r}`") for field in fields(ContinuousBatchingConfig)
+    ]
+    assert {name.strip("`"): effect for name, *_, effect in cells} == {
+        name: f"none: {NO_EFFECT[name]}" if name in NO_EFFECT else "yes" for name in ACCEPTED
+    }
+    assert all(len(row) == 5 and all(row) for row in cells)
