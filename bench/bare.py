@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from bench.environment import RESULTS, describe, store
+from bench.lib.prompts import WORKLOADS
+from bench.lib.results import RESULTS, describe, store
+from bench.lib.systems import Prompts, run_tcb
 from bench.serve import MODELS, open_model
-from bench.systems import Prompts, run_tcb
-from bench.workloads import WORKLOADS
 from tcb.kernels.cpu.linear import use_onednn
 from tcb.model.attention_hook import call_model
 from tcb.model.recording import RECORD, Recording, register_recording

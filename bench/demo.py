@@ -12,11 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tcb
+from bench.lib.prompts import sentences
+from bench.lib.systems import SYSTEMS, greedy, references
 from bench.models import SOURCES, FetchError, load
-from bench.references import greedy, references
 from bench.serve import best_settings, measure
-from bench.systems import SYSTEMS
-from bench.texts import sentences
 
 NEW_TOKENS = 48
 ROUNDS = 2

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tcb
 import tcb.engine
-from bench.environment import RESULTS, describe, store
+from bench.lib.prompts import prompts as make_prompts
+from bench.lib.results import RESULTS, describe, store
+from bench.lib.systems import greedy, references
 from bench.models import SOURCES, load
-from bench.references import greedy, references
-from bench.texts import prompts as make_prompts
 
 NUM_PROMPTS = 32
 SHORTEST, LONGEST = 5, 1500

@@ -1,10 +1,10 @@
 """Measure the package on the accelerator of this machine: right, fast beside others, serving.
 
-One command in three parts: every kernel against its oracle, timings beside torch, cuDNN and
-FlashAttention-3 and the floors, and serving beside transformers. Parts run in processes of their
-own, so what takes one down is recorded and the rest goes on. Writes one JSON file and prints a
-table; exits with 1 if a check failed, with 2 if anything else did. `--reduced` runs all of it,
-tiny, in Triton's interpreter. It starts and collects, and loads neither torch nor Triton.
+One command in three parts: the checks of tests/gpu, timings beside torch, cuDNN, FlashAttention-3
+and the floors, and serving beside transformers. Parts run in processes of their own, so what takes
+one down is recorded and the rest goes on. Writes one JSON file and prints a table; exits with 1 if
+a check failed, with 2 if anything else did. `--reduced` runs all of it, tiny, in Triton's
+interpreter. This process starts and collects; it loads neither torch nor Triton.
 """
 
 import argparse
@@ -18,15 +18,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bench import gpu_table
+from bench.lib import gpu_table
+from bench.lib.records import Record, append, read
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, SCRATCH = ROOT / "bench" / "results", ROOT / "build"
 PARTS = ("checks", "timings", "serving")
+# what a test prints stays in sight if it ends the process
+PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:faulthandler", "-p", "no:cacheprovider")
+PYTEST += ("-p", "bench.lib.recording")
 # of the minutes given, what each part may have used when it ends
 _ENDS = {"checks": 0.40, "timings": 0.65, "serving": 1.0}
 # processes that check at once: most of their time is spent compiling, on one thread each
@@ -36,28 +40,29 @@ _GRACE = 20.0
 # what a process takes at most to load everything and name its units
 _START = 60.0
 
-Record = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Parts that one process runs, its share of their units, and when it should end."""
+    """A part that one process runs, its share of the units, and when it should end."""
 
-    parts: tuple[str, ...]
+    part: str
     share: tuple[int, int]
     end: float
     reduced: bool
 
     def command(self, record: Path) -> list[str]:
         """The command of the process."""
-        command = [sys.executable, "-m", "bench.accelerator.units", *self.parts]
-        command += ["--share", *map(str, self.share), "--record", str(record)]
-        return [*command, "--end", str(self.end), *["--reduced"] * self.reduced]
+        if self.part == "checks":
+            marked = "not gpu" if self.reduced else "gpu"
+            command = [*PYTEST, "-m", marked, "--share", *map(str, self.share), "tests/gpu"]
+        else:
+            command = ["-m", "bench.lib.units", self.part, *["--reduced"] * self.reduced]
+        return [sys.executable, *command, "--record", str(record), "--end", str(self.end)]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print the table, write the JSON file and return the exit code."""
-    given = _parse()
+    given = _parse(arguments)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         lines = run_parts(given.parts, given.minutes * 60, given.reduced, Path(folder))
@@ -75,23 +80,13 @@ def main() -> int:
 def run_parts(parts: list[str], seconds: float, reduced: bool, folder: Path) -> list[Record]:
     """The lines that all processes recorded, part after part; shares of one part run together."""
     start, lines = time.time(), []
-    count = max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
-    if reduced:
-        lanes = [[Lane(tuple(parts), (0, 1), start + seconds, True)]]
-    else:
-        lanes = [
-            [
-                Lane((part,), (share, number), start + _ENDS[part] * seconds, False)
-                for share in range(number)
-            ]
-            for part in parts
-            for number in [count if part == "checks" else 1]
-        ]
-    for beside in lanes:
-        paths = [folder / f"{'-'.join(lane.parts)}-{lane.share[0]}.jsonl" for lane in beside]
-        threads = [
-            threading.Thread(target=run_lane, args=pair) for pair in zip(beside, paths, strict=True)
-        ]
+    checkers = 1 if reduced else max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
+    for part in parts:
+        number, end = checkers if part == "checks" else 1, start + _ENDS[part] * seconds
+        beside = [Lane(part, (share, number), end, reduced) for share in range(number)]
+        paths = [folder / f"{part}-{share}.jsonl" for share in range(number)]
+        pairs = zip(beside, paths, strict=True)
+        threads = [threading.Thread(target=run_lane, args=pair) for pair in pairs]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -121,9 +116,8 @@ def run_lane(lane: Lane, record: Path) -> None:
             append(record, {**shared, "state": "failed", "error": error})
         progressed = any(line["state"] == "begun" for line in lines[before:])
         if not progressed:
-            part = lane.parts[-1]
             error = f"the process ended with {code} between units: {said[-1500:]}"
-            line = {"unit": f"{part}: process", "part": part, "name": "process"}
+            line = {"unit": f"{lane.part}: process", "part": lane.part, "name": "process"}
             append(record, {**line, "state": "failed", "error": error})
             return
 
@@ -169,31 +163,13 @@ def _fault(unit: Record) -> str | None:
     return unit.get("error", unit["state"])
 
 
-def read(path: Path) -> list[Record]:
-    """The lines recorded so far, without blank ones and those cut off by the end of a process."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole = []
-    for line in lines:
-        try:
-            whole.append(json.loads(line))
-        except ValueError:
-            continue
-    return whole
-
-
-def append(path: Path, line: Record) -> None:
-    """Record a line of its own, whatever a process left behind at the end of the file."""
-    with path.open("a") as file:
-        file.write("\n" + json.dumps(line) + "\n")
-
-
 def _name(content: Record) -> str:
     device = content["environment"].get("device", "unknown device")
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return f"gpu-reduced-{name}" if content["reduced"] else f"gpu-{name}"
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -201,7 +177,7 @@ def _parse() -> argparse.Namespace:
     add("--reduced", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     add("--out", type=Path, help="folder of the JSON file")
     add("--name", help="name of the JSON file, without its ending")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

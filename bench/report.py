@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.environment import RESULTS, ROOT
+from bench.lib.results import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 # the rows of the README
@@ -60,13 +60,12 @@ def tables(results: dict[str, Result]) -> str:
     kinds: dict[str, dict[str, Result]] = {}
     for name, result in results.items():
         kinds.setdefault(result.get("kind", ""), {})[name] = result
-    planning = results.get("planning")
     parts = [_serving(kinds.get("serve", {}))]
     if "bare" in kinds:
         parts.append(_bare(kinds["bare"]))
     parts.append(_equality(kinds.get("equality", {})))
-    if planning:
-        parts.append(_planning(planning))
+    if "host" in results:
+        parts.append(_host(results["host"]))
     if "compile" in results:
         parts.append(_compile(results["compile"]))
     return "\n\n".join(parts)
@@ -179,7 +178,7 @@ def _equality(results: dict[str, Result]) -> str:
     return _markdown(header, rows or [("real models", *["not measured"] * 3, "")])
 
 
-def _planning(result: Result) -> str:
+def _host(result: Result) -> str:
     """One row for groups, page size and number of sequences; a column for each context."""
     cases = result["cases"]
     contexts = sorted({case["context"] for case in cases})
@@ -196,7 +195,7 @@ def _planning(result: Result) -> str:
         }
         title = f"{sequences:,} sequences, {groups}, page {page_size}"
         rows.append((title, *(found.get(context, "not measured") for context in contexts)))
-    return _markdown(header, rows) + "\n\n" + _file("planning", {"environment": result})
+    return _markdown(header, rows) + "\n\n" + _file("host", {"environment": result})
 
 
 def _compile(result: Result) -> str:

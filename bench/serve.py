@@ -19,10 +19,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import models, random_models
-from bench.environment import RESULTS, describe, store
-from bench.references import references
-from bench.systems import SYSTEMS, Prompts, Settings
-from bench.workloads import WORKLOADS, Workload
+from bench.lib.prompts import WORKLOADS, Workload
+from bench.lib.results import RESULTS, describe, store
+from bench.lib.systems import SYSTEMS, Prompts, Settings, references
 
 MODELS = [*sorted(models.SOURCES), *random_models.SHAPES]
 

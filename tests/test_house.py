@@ -111,6 +111,29 @@ def test_planning_imports_only_the_standard_library():
     assert foreign_imports(planning(PACKAGE)) == []
 
 
+def imports_of_tests(sources):
+    """Imports of tests, which import the package and bench, and not the reverse."""
+    return [
+        f"{module} imports {name}"
+        for module, source in sources.items()
+        for name in sorted(imports(module, source, sources))
+        if name.split(".")[0] == "tests"
+    ]
+
+
+def test_what_is_used_imports_no_test():
+    assert imports_of_tests(PACKAGE | python_sources("bench", "examples")) == []
+
+
+def test_imports_of_tests_are_found():
+    sources = {"bench.a": "from tests.support.oracle import build", "bench.b": "import torch"}
+    sources["bench.lib.c"] = "def f():\n    import tests.gpu"
+    assert imports_of_tests(sources) == [
+        "bench.a imports tests.support.oracle",
+        "bench.lib.c imports tests.gpu",
+    ]
+
+
 @pytest.mark.parametrize(
     ("sources", "fault"),
     [

@@ -196,7 +196,7 @@ def test_decode_of_given_splits_hangs_on_the_sequence_alone(num_splits, device):
 
 PTX = """
 from triton.runtime import driver
-from tests.kernels import compile_rows
+from bench.lib import compile_rows
 driver.set_active(compile_rows.Driver("sm_90"))
 launch = compile_rows.plan("sm_90", "narrow", dim=64)
 grid = (launch.programs,)

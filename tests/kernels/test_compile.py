@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
+from bench.lib import compile_rows
+from bench.lib.compile_rows import ROWS
+from bench.lib.machine_code import PROCESSORS
 from tcb.kernels.gpu.tuning import _FP32_TILES, _TILES, list_rows
-from tests.kernels import compile_rows
-from tests.kernels.compile_rows import ROWS
-from tests.kernels.machine_code import PROCESSORS
 
 NORMAL = ("sm_80", "sm_90")
 UNITS = {"sm_80": "HMMA", "other": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}

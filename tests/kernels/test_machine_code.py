@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.kernels.machine_code import PROCESSORS, count_buffers, count_resident
+from bench.lib.machine_code import PROCESSORS, count_buffers, count_resident
 
 ALLOCATIONS = """
 %query = ttg.local_alloc %1 : (tensor<16x128xbf16, #b>) -> !ttg.memdesc<16x128xbf16, #s, #smem>

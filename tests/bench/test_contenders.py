@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.accelerator import contenders, timings
-from bench.accelerator.workloads import WORKLOADS, Tensors, build, reduced
+from bench import kernels
+from bench.lib import contenders
+from bench.lib.attention import WORKLOADS, Tensors, build, reduced
 from tests.support.oracle import Case, attend
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def dense(workload, tensors):
 def assert_same(out, wanted):
     assert torch.isfinite(out).all()
     # two roundings of bf16
-    assert timings.difference(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
+    assert kernels.difference(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("name", ["tcb", "tcb, one call", "tcb, overlapped", "sdpa"])

@@ -1,6 +1,6 @@
 """What the compiler makes of every launch, for each architecture: the rows of the compile gate.
 
-    python -m bench.compile_table [sm_90 gfx942 ...] [--folder bench/results]
+    python -m bench.compile [sm_90 gfx942 ...] [--folder bench/results]
 
 No accelerator is needed: kernels are compiled ahead of time, as tests/kernels/test_compile.py does.
 Each launch is kept with its kind and the fields of the call that starts it, and
@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from bench.environment import RESULTS, ROOT, describe, store
-from tests.kernels.machine_code import PROCESSORS
+from bench.lib.machine_code import PROCESSORS
+from bench.lib.results import RESULTS, ROOT, describe, store
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def compile_all(name: str) -> list[dict[str, Any]]:
     """The launches of every row, compiled for one architecture in a process of its own."""
     # the interpreter is chosen when Triton is loaded
     environment = {key: text for key, text in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_rows", name]
+    command = [sys.executable, "-m", "bench.lib.compile_rows", name]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT, check=True
     )

@@ -3,9 +3,7 @@
 It reads the record that `bench.gpu` writes, and measures nothing.
 """
 
-from typing import Any
-
-Record = dict[str, Any]
+from bench.lib.records import Record
 
 
 def table(content: Record) -> str:

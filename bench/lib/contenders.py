@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.accelerator.machine import side_stream
-from bench.accelerator.workloads import Tensors, Workload
+from bench.lib.attention import Tensors, Workload
+from bench.lib.machine import side_stream
 from tcb.kernels import list_work, paged_attention, paged_decode
 from tcb.kernels.dispatch import is_interpreting
 

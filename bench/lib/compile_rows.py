@@ -17,9 +17,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from bench.lib.machine_code import PROCESSORS, Processor, count, count_buffers, count_resident
 from tcb.kernels.contract import Launch
 from tcb.kernels.gpu.tuning import DeviceFacts, Tile, choose_tile, list_rows, shared_need
-from tests.kernels.machine_code import PROCESSORS, Processor, count, count_buffers, count_resident
 
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True}
 SINGLE = {"dtype": "float32"}

@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,6 +17,10 @@ from typing import Any
 import psutil
 import torch
 
+from bench.lib.results import describe
+
+# exit code of a process whose device answers no more
+BROKEN = 3
 # what rotates through more than this many times the cache is read from memory each time
 CACHE_FACTOR = 3
 NOT_CAPTURABLE = "not capturable"
@@ -38,6 +43,17 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device; an error of a kernel started earlier is raised here."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def is_broken(device: torch.device) -> bool:
+    """Whether an error has made the device unusable in this process."""
+    try:
+        synchronize(device)
+        torch.zeros(1, device=device).item()
+    except Exception:
+        traceback.print_exc()
+        return True
+    return False
 
 
 def release_memory(device: torch.device) -> None:
@@ -184,3 +200,22 @@ def driver(device: torch.device) -> str:
         return f"{done.stdout.split()[0] if done.stdout.split() else 'unknown'}"
     properties = torch.get_device_module(device).get_device_properties(0)
     return str(getattr(properties, "driver_version", "unknown"))
+
+
+def facts_line(device: torch.device, with_ceilings: bool = False) -> dict[str, Any]:
+    """The line of a record that says where it was made: device, driver, versions, commit."""
+    try:
+        found = facts(device) | ({"ceilings": ceilings(device)} if with_ceilings else {})
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return {"state": "facts", "unit": "", "record": found}
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Where this runs: device, driver, versions, commit."""
+    found = describe(device) | {"driver": driver(device)}
+    found |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if device.type != "cpu":
+        found["cache_bytes"] = cache_bytes(device)
+        found["free_memory"] = free_memory(device)
+    return found

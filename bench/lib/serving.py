@@ -6,19 +6,19 @@ kernel and no pool.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench import random_models
-from bench.accelerator import machine
+from bench.lib import machine
+from bench.lib.prompts import Workload
+from bench.lib.records import Record, Unit
+from bench.lib.systems import SYSTEMS
 from bench.serve import timed
-from bench.systems import SYSTEMS
-from bench.workloads import Workload
 from tcb.planning.config import NO_EFFECT
-
-Record = dict[str, Any]
 
 MODELS = ("random-qwen3-4b", "random-gemma3-4b")
 TINY_MODELS = ("random-llama-tiny",)
@@ -32,6 +32,25 @@ _CONTENDERS = {
     for system in ("tcb", "transformers-cb")
     for graphs in (False, True)
 }
+
+
+def units(device: torch.device, small: bool) -> Iterator[tuple[str, Unit]]:
+    """The models, by name; each takes its share of the seconds that are left."""
+    models = TINY_MODELS if small else MODELS
+    for place, model in enumerate(models):
+        yield model, partial(_unit, model, device, 1 / (len(models) - place), small)
+
+
+def _unit(
+    model: str,
+    device: torch.device,
+    share: float,
+    small: bool,
+    seconds: float,
+    keep: Callable[[Record], None],
+) -> Record:
+    record = serve(model, device, share * seconds, keep, small)
+    return record | {"faults": faults(record)}
 
 
 def serve(

@@ -1,6 +1,6 @@
 """Host cost of one decode step without a model: plan, pack, apply, land.
 
-    python -m bench.planning [--folder bench/results] [--quick]
+    python -m bench.host [--folder bench/results] [--quick]
 
 Every sequence decodes one token a step at depth 0. Positions are spread over the page, so that each
 step has its share of sequences that enter a new page, and a case runs over at least as many steps
@@ -15,18 +15,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from time import thread_time
+from typing import Any
 
 import torch
 
-from bench.environment import RESULTS, describe, store
-from tcb.planning.blocks import ROOT_HASH, hash_page
-from tcb.planning.groups import LayerGroup, first_visible_page
+from bench.lib.results import RESULTS, describe, store
+from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Limits
 from tcb.planning.packing import pack_batch
 from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
-from tcb.planning.state import SampledTokens, State, apply_plan, apply_results, new_state
-from tcb.planning.state import Sequence as EngineSequence
+from tcb.planning.state import (
+    SampledTokens,
+    State,
+    apply_arrival,
+    apply_plan,
+    apply_results,
+    new_state,
+)
 
 # smaller than the shortest context, so that pages leave it in every case
 WINDOW = 64
@@ -42,13 +48,13 @@ def decoding_state(
     context: int,
     num_steps: int,
 ) -> tuple[State, Limits]:
-    """Sequences of half of `context` to `context` tokens that decode.
+    """Sequences of half of `context` to `context` tokens that decode for `num_steps` more.
 
-    They read one common prefix, so that a long context costs little to make.
+    Their prompts begin alike, so that the pages of a long context are computed once.
     """
     groups = tuple(LayerGroup((g,), window, 1, 64, 64) for g, window in enumerate(windows))
     num_pages = context // page_size
-    own_pages = num_sequences * len(groups) * (num_steps // page_size + 3)
+    own_pages = (num_sequences + 1) * len(groups) * (num_steps // page_size + 4)
     limits = Limits(
         page_size=page_size,
         num_blocks=len(groups) * num_pages + own_pages,
@@ -63,60 +69,26 @@ def decoding_state(
         return_logprobs=False,
     )
     state = new_state(groups, limits)
-    blocks = iter(reversed(state.pool.free))
-    prefix = [[next(blocks) for _ in range(num_pages)] for _ in groups]
-    block_hashes = [ROOT_HASH]
-    for _ in range(num_pages):
-        block_hashes.append(hash_page(block_hashes[-1], [1] * page_size))
-    for g, table in enumerate(prefix):
-        for block, block_hash in zip(table, block_hashes[1:], strict=True):
-            state.pool.take(block)
-            state.pool.register(block, g, block_hash)
-    for seq_id in range(num_sequences):
+    whole = (1,) * (num_pages * page_size + 1)
+    apply_arrival(state, Request("whole", whole, max_new_tokens=1))
+    while state.waiting or state.running:
+        time_step(state, limits, 1)
+    for i in range(num_sequences):
         # lengths differ, as in real life: else the ends of all lists would share few cache sets
-        pages = num_pages - seq_id * 31 % (num_pages // 2 + 1)
-        _add_sequence(
-            state, seq_id, [table[:pages] for table in prefix], block_hashes[1 : pages + 1]
-        )
+        pages = num_pages - i * 31 % (num_pages // 2 + 1)
+        prompt = whole[: pages * page_size] + (2,) * (i % page_size + 1)
+        apply_arrival(state, Request(f"req_{i}", prompt, max_new_tokens=10**6))
+    while len(state.running) < num_sequences or not _decodes(state):
+        time_step(state, limits, 1)
     return state, limits
 
 
-def _add_sequence(state, seq_id, prefix, block_hashes):
-    page_size = state.page_size
-    # a prompt fills the prefix, if there is one, own tokens some places of a page; one is pending
-    full = len(block_hashes) * page_size
-    prompt = (1,) * max(full, 1)
-    computed = max(full + seq_id % page_size, 1)
-    first = [first_visible_page(computed, g.window, page_size) for g in state.groups]
-    tables = [pages[low:] for pages, low in zip(prefix, first, strict=True)]
-    for table in tables:
-        for block in table:
-            state.pool.share(block)
-    if computed % page_size:
-        for table in tables:
-            table.append(state.pool.free[-1])
-            state.pool.take(table[-1])
-    state.running[seq_id] = EngineSequence(
-        seq_id=seq_id,
-        request=Request(f"req_{seq_id}", prompt, max_new_tokens=10**6),
-        num_prompt=len(prompt),
-        limit=10**6,
-        first=first,
-        tables=tables,
-        generated=[seq_id] * (computed + 1 - len(prompt)),
-        computed=computed,
-        room=-(-computed // page_size) * page_size,
-        row=state.free_rows.pop(),
-        block_hashes=block_hashes.copy(),
-        num_hashed=len(block_hashes),
-        hash_next_at=full + page_size - len(prompt),
-    )
-    state.seq_ids[f"req_{seq_id}"] = seq_id
-    state.next_seq_id = seq_id + 1
+def _decodes(state: State) -> bool:
+    return all(sequence.generated for sequence in state.running.values())
 
 
 def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
-    """CPU milliseconds of each stage of one step."""
+    """CPU seconds of each stage of one step."""
     start = thread_time()
     plan = plan_batch(state, limits)
     planned = thread_time()
@@ -124,16 +96,16 @@ def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
     packed = thread_time()
     apply_plan(state, plan)
     applied = thread_time()
-    results = SampledTokens([token] * len(plan.sample_seq_ids))
+    samples = len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks)
+    results = SampledTokens([token] * samples)
     ready = thread_time()
     apply_results(state, plan, results)
     landed = thread_time()
-    assert plan.num_tokens == limits.max_requests, "not everybody decodes"
-    seconds = (planned - start, packed - planned, applied - packed, landed - ready)
-    return tuple(1e3 * stage for stage in seconds)
+    assert not plan.is_empty, "a step computes nothing"
+    return planned - start, packed - planned, applied - packed, landed - ready
 
 
-def measure(kind: str, page_size: int, num_sequences: int, num_steps: int) -> list[dict]:
+def measure(kind: str, page_size: int, num_sequences: int, num_steps: int) -> list[dict[str, Any]]:
     """One case for each context."""
     # every list grows once before, as it has in a sequence that came this far by itself
     warm_up = page_size + 1
@@ -154,15 +126,15 @@ def measure(kind: str, page_size: int, num_sequences: int, num_steps: int) -> li
     ]
 
 
-def summary(steps: Sequence[tuple[float, ...]]) -> dict:
+def summary(steps: Sequence[tuple[float, ...]]) -> dict[str, Any]:
     """Milliseconds of a step, and of each of its stages."""
-    sums = [sum(stages) for stages in steps]
+    sums = [1e3 * sum(stages) for stages in steps]
     stages = dict(zip(STAGES, zip(*steps, strict=True), strict=True))
     return {
         "median_ms": round(median(sums), 4),
         "mean_ms": round(mean(sums), 4),
         "least_ms": round(min(sums), 4),
-        "stages_median_ms": {name: round(median(times), 4) for name, times in stages.items()},
+        "stages_median_ms": {name: round(1e3 * median(times), 4) for name, times in stages.items()},
     }
 
 
@@ -180,7 +152,7 @@ def main() -> None:
                     cases.append(case)
                     print(json.dumps(case), flush=True)
     content = {**describe(torch.device("cpu")), "clock": "CPU time of the thread", "cases": cases}
-    store("planning", content, arguments.folder)
+    store("host", content, arguments.folder)
 
 
 if __name__ == "__main__":
