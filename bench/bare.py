@@ -75,7 +75,7 @@ def run_bare(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> None:
 
 def _forward(clone: torch.nn.Module, tokens: int, samples: int) -> None:
     ids, positions = torch.ones(tokens, dtype=torch.int64), torch.arange(tokens)
-    call_model(clone, ids, positions, positions[:samples], Recording())
+    call_model(clone, ids, positions, positions[:samples], Recording(clone))
 
 
 def _parse() -> argparse.Namespace:

@@ -56,11 +56,10 @@ class SamplingTensors:
 
     def __init__(self, num_rows: int, device: torch.device, params: type = SamplingParams):
         self._device = device
+        off = {each.name: getattr(params(), each.name) for each in fields(params)}
         self._columns = {
-            each.name: torch.full(
-                (num_rows,), each.default, dtype=_COLUMN_DTYPE[type(each.default)], device=device
-            )
-            for each in fields(params)
+            name: torch.full((num_rows,), value, dtype=_COLUMN_DTYPE[type(value)], device=device)
+            for name, value in off.items()
         }
 
     def admit(self, admitted: Sequence[tuple[int, SamplingParams]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import psutil
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
@@ -16,7 +16,7 @@ from tcb.planning.limits import Facts, WorkloadHints
 
 
 def read_facts(
-    model: nn.Module,
+    model: PreTrainedModel,
     layers: ModelLayers,
     groups: Sequence[LayerGroup],
     options: GenerationOptions,

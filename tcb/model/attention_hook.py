@@ -45,7 +45,7 @@ def call_model(
     input_ids: Tensor,
     position_ids: Tensor,
     sample_index: Tensor,
-    batch: Batch,
+    batch: object,
     *,
     keeps_logits: bool = True,
 ) -> Tensor:

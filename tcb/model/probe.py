@@ -1,26 +1,16 @@
-"""Learns from two tiny forward passes how a model attends, and refuses what cannot be served.
-
-It does not know pages, batches or requests.
-"""
+"""Learns from two tiny forward passes how a model attends, and refuses what cannot be served."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from tcb.model.attention_hook import ATTENTION, LAYER, call_model
-from tcb.model.recording import (
-    RECORD,
-    Call,
-    PositionTables,
-    Recording,
-    mask_rule,
-    register_recording,
-)
+from tcb.model.recording import RECORD, RULE, Call, Recording, register_recording
 from tcb.model.twin import is_dynamic_rope, set_attention, unwrap
 from tcb.planning.groups import Layer
 
@@ -55,12 +45,10 @@ class ModelLayers:
     """How a model attends; the tuples have one entry a layer, in the order of their calls.
 
     layers          window and KV shape; `layer` is the number that `attend` is called with
-    query_heads     heads of the query
     scales          factor on the products of query and key
     softcaps        c of c * tanh(scores / c), or None. None too where the model attends with sdpa:
                     that has no softcap, and what `generate` gives counts (transformers before
                     5.24 ran such models so)
-    has_sinks       whether the layer passes sinks
     keeps_logits    forward takes `logits_to_keep` as a tensor of indices
     vocab_size      width of the logits
     num_embeddings  rows of the input embedding: a prompt's ids are below
@@ -70,10 +58,8 @@ class ModelLayers:
     """
 
     layers: tuple[Layer, ...]
-    query_heads: tuple[int, ...]
     scales: tuple[float, ...]
     softcaps: tuple[float | None, ...]
-    has_sinks: tuple[bool, ...]
     keeps_logits: bool
     vocab_size: int
     num_embeddings: int
@@ -82,112 +68,137 @@ class ModelLayers:
     device: torch.device
 
 
-def probe(model: nn.Module, twin: nn.Module) -> ModelLayers:
+class _Refusal(Exception):
+    """Why a model cannot be served."""
+
+
+def probe(model: PreTrainedModel, twin: PreTrainedModel) -> ModelLayers:
     """How `model` attends, read from `twin`; its attention modules are numbered on the way.
 
     Raises ValueError naming the model and the reason if it cannot be served: no causal language
     model, attention outside transformers' interface, other layers that pass tokens to each other,
     attention that is neither full nor sliding, keywords that would be ignored.
     """
-    name = type(unwrap(model)).__name__
-    keeps_logits = _check_forward(name, twin)
+    original = unwrap(model)
+    try:
+        return _probe(twin, _text_config(original)._attn_implementation)
+    except _Refusal as reason:
+        name = type(original).__name__
+        raise ValueError(f"{name} cannot be served: {reason}") from reason.__cause__
+
+
+def _probe(twin: PreTrainedModel, implementation: str | None) -> ModelLayers:
+    """As `probe`, for a model that attends with this implementation."""
+    keeps_logits = _check_forward(twin)
     register_recording()
     set_attention(twin, RECORD)
     try:
-        first, second = _record_twice(name, twin, keeps_logits)
+        first, second = _record_twice(twin, keeps_logits)
     finally:
         set_attention(twin, ATTENTION)
-    windows = _check_calls(name, twin, first.calls)
-    _check_layer_types(name, twin)
-    _check_cache(name, twin, windows)
-    _check_no_mixing(name, first, second)
-    for number, call in enumerate(first.calls):
+    calls = first.calls
+    windows = _check_calls(twin, calls)
+    _check_layer_types(twin)
+    _check_cache(twin, windows)
+    _check_no_mixing(first, second)
+    for number, call in enumerate(calls):
         call.module.__dict__[LAYER] = number
-    softcapped = _text_config(unwrap(model))._attn_implementation != "sdpa"
-    return _describe(first, windows, twin, keeps_logits, softcapped)
+    softcaps = [None if implementation == "sdpa" else call.options.get("softcap") for call in calls]
+    return ModelLayers(
+        layers=tuple(
+            Layer(number, window, call.key.shape[1], call.key.shape[2], call.value.shape[2])
+            for number, (call, window) in enumerate(zip(calls, windows, strict=True))
+        ),
+        scales=tuple(_scale(call) for call in calls),
+        softcaps=tuple(softcaps),
+        keeps_logits=keeps_logits,
+        vocab_size=first.logits.shape[-1],
+        num_embeddings=_embeddings(twin).weight.shape[0],
+        max_positions=min([*first.table_ends, *_rope_bounds(twin)], default=None),
+        dtype=calls[0].value.dtype,
+        device=calls[0].value.device,
+    )
 
 
-def _refuse(name: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    raise ValueError(f"{name} cannot be served: {reason}") from cause
+def _embeddings(twin: PreTrainedModel) -> Any:
+    """The module that holds the table of input embeddings."""
+    return twin.get_input_embeddings()
 
 
-def _check_forward(name: str, twin: nn.Module) -> bool:
+def _check_forward(twin: PreTrainedModel) -> bool:
     """Refuse what the signatures already show; whether forward takes `logits_to_keep`."""
     if getattr(twin.config, "is_encoder_decoder", False):
-        _refuse(name, "it is an encoder-decoder model")
+        raise _Refusal("it is an encoder-decoder model")
     adapter = getattr(twin, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
-        _refuse(name, f"its adapter {type(adapter).__name__} puts virtual tokens before the prompt")
-    if not hasattr(twin.get_input_embeddings(), "weight"):
-        _refuse(name, "it has no single table of input embeddings")
-    inner = twin.get_base_model() if hasattr(twin, "get_base_model") else twin
-    parameters = inspect.signature(type(inner).forward).parameters
+        kind = type(adapter).__name__
+        raise _Refusal(f"its adapter {kind} puts virtual tokens before the prompt")
+    if not hasattr(_embeddings(twin), "weight"):
+        raise _Refusal("it has no single table of input embeddings")
+    base: Any = getattr(twin, "get_base_model", lambda: twin)
+    parameters = inspect.signature(type(base()).forward).parameters
     if not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
-        _refuse(name, "its forward takes no further keywords, so no batch reaches its attention")
+        raise _Refusal("its forward takes no further keywords, so no batch reaches its attention")
     return "logits_to_keep" in parameters
 
 
-def _record_twice(name: str, twin: nn.Module, keeps_logits: bool) -> tuple[Recording, Recording]:
+def _record_twice(twin: PreTrainedModel, keeps_logits: bool) -> tuple[Recording, Recording]:
     """Two passes that differ in the first token, and in the order their logits are asked for."""
-    embeddings = twin.get_input_embeddings()
-    device, rows = _input_device(embeddings), embeddings.weight.shape[0]
+    weight = _embeddings(twin).weight
+    # weights that an offloading hook brings are on no device yet
+    device = _embeddings(twin)._hf_hook.execution_device if weight.is_meta else weight.device
     positions = torch.arange(_TOKENS, device=device)
     # neither ids nor places are consecutive: only positions are
-    ids = (positions * 3 + 1) % rows
-    other_ids = torch.where(positions == 0, 2 % rows, ids)
-    recordings = Recording(), Recording()
-    for recording, tokens, wanted in zip(
-        recordings, (ids, other_ids), (positions.flip(0), positions.roll(2)), strict=True
+    ids = (positions * 3 + 1) % weight.shape[0]
+    other_ids = torch.where(positions == 0, 2 % weight.shape[0], ids)
+    first, second = Recording(twin), Recording(twin)
+    for recording, tokens, wanted in (
+        (first, ids, positions.flip(0)),
+        (second, other_ids, positions.roll(2)),
     ):
         try:
-            with PositionTables(twin, recording):
+            with recording:
                 logits = call_model(
                     twin, tokens, positions, wanted, recording, keeps_logits=keeps_logits
                 )
         except (TypeError, ValueError, AttributeError, IndexError, NotImplementedError) as error:
-            _refuse(name, f"its forward failed on packed tokens: {error}", error)
+            raise _Refusal(f"its forward failed on packed tokens: {error}") from error
         recording.logits = logits[wanted.argsort()]
-    return recordings
+    return first, second
 
 
-def _input_device(embeddings: nn.Module) -> torch.device:
-    """Where token ids belong; weights that an offloading hook brings are on no device yet."""
-    if not embeddings.weight.is_meta:
-        return embeddings.weight.device
-    return torch.device(embeddings._hf_hook.execution_device)
-
-
-def _check_calls(name: str, twin: nn.Module, calls: list[Call]) -> tuple[int | None, ...]:
+def _check_calls(twin: PreTrainedModel, calls: Sequence[Call]) -> list[int | None]:
     """Refuse calls that cannot be served; the windows of the others."""
     if not calls:
-        _refuse(name, "it does not call transformers' attention interface")
+        raise _Refusal("it does not call transformers' attention interface")
     configured = getattr(_text_config(twin), "sliding_window", None)
-    seen, windows = set(), []
+    seen: set[int] = set()
+    windows = []
     for number, call in enumerate(calls):
         try:
             if id(call.module) in seen:
-                raise ValueError("is of a module that was called before")
+                raise _Refusal("is of a module that was called before")
             _check_options(call)
             windows.append(_read_window(call, configured))
-        except ValueError as reason:
+        except _Refusal as reason:
             where = f"attention call {number} ({type(call.module).__name__})"
-            _refuse(name, f"{where} {reason}", reason)
+            raise _Refusal(f"{where} {reason}") from reason.__cause__
         seen.add(id(call.module))
     kinds = {(str(call.value.dtype), str(call.value.device)) for call in calls}
     if len(kinds) > 1:
-        _refuse(name, f"its keys and values are of several dtypes or devices: {sorted(kinds)}")
-    return tuple(windows)
+        raise _Refusal(f"its keys and values are of several dtypes or devices: {sorted(kinds)}")
+    return windows
 
 
 def _check_options(call: Call) -> None:
     causal = call.options.get("is_causal")
     if not (getattr(call.module, "is_causal", True) if causal is None else causal):
-        raise ValueError("is not causal")
+        raise _Refusal("is not causal")
     if call.options.get("s_aux") is None and getattr(call.module, "sinks", None) is not None:
-        raise ValueError("has sinks, but does not pass them")
+        raise _Refusal("has sinks, but does not pass them")
     for option, value in call.options.items():
         if option not in _KNOWN and value is not None and value is not False:
-            raise ValueError(f"passes {option}, which is not supported")
+            raise _Refusal(f"passes {option}, which is not supported")
 
 
 def _read_window(call: Call, configured: int | None) -> int | None:
@@ -198,15 +209,15 @@ def _read_window(call: Call, configured: int | None) -> int | None:
     if call.mask is None:
         if stated is None:
             return None
-        raise ValueError("states a window, but has no mask")
-    rule = mask_rule(call)
+        raise _Refusal("states a window, but has no mask")
+    rule: Callable | None = getattr(call.mask, RULE, None)
     if rule is None:
-        raise ValueError("has a mask of the model's own making")
+        raise _Refusal("has a mask of the model's own making")
     for window in (None, configured) if stated is None else (stated,):
         if _shows(rule, window):
             return window
     kind = "full attention" if stated is None else f"a window of {stated}"
-    raise ValueError(
+    raise _Refusal(
         f"states {kind}, but its mask shows something else, such as chunks or both directions"
     )
 
@@ -220,33 +231,33 @@ def _shows(rule: Callable, window: int | None) -> bool:
     try:
         visible = rule(zero, zero, torch.full_like(key, at), key)
     except IndexError as error:
-        raise ValueError("has a mask that depends on more than positions") from error
+        raise _Refusal("has a mask that depends on more than positions") from error
     return torch.equal(visible.cpu().expand_as(key), (key >= start) & (key <= at))
 
 
-def _check_cache(name: str, twin: nn.Module, windows: tuple[int | None, ...]) -> None:
+def _check_cache(twin: PreTrainedModel, windows: Sequence[int | None]) -> None:
     """Where `generate` keeps the last tokens of a layer only, they must be those of its window."""
     kept = DynamicCache(config=twin.config).layers
     if len(kept) != len(windows):
         return
     for number, (layer, window) in enumerate(zip(kept, windows, strict=True)):
         # layers without keys and values of their own have no such attribute
-        if getattr(layer, "is_sliding", False) and layer.sliding_window != window:
-            _refuse(
-                name,
+        last = getattr(layer, "sliding_window", None)
+        if getattr(layer, "is_sliding", False) and last != window:
+            raise _Refusal(
                 f"attention call {number} has window {window}, but `generate` keeps"
-                f" {layer.sliding_window} tokens for it",
+                f" {last} tokens for it"
             )
 
 
-def _check_layer_types(name: str, twin: nn.Module) -> None:
+def _check_layer_types(twin: PreTrainedModel) -> None:
     kinds = getattr(_text_config(twin), "layer_types", None) or ()
     others = sorted(set(kinds) - set(_SERVED_LAYERS))
     if others:
-        _refuse(name, f"its layer types {others} are not full or sliding attention")
+        raise _Refusal(f"its layer types {others} are not full or sliding attention")
 
 
-def _check_no_mixing(name: str, first: Recording, second: Recording) -> None:
+def _check_no_mixing(first: Recording, second: Recording) -> None:
     """Attention apart, no token may depend on another: the second pass changed the first one only.
 
     The tolerance is the square root of the dtype's epsilon: rounding, should kernels differ, is far
@@ -256,10 +267,9 @@ def _check_no_mixing(name: str, first: Recording, second: Recording) -> None:
     for one, two in zip(first.calls, second.calls, strict=True):
         pairs += [(one.query, two.query), (one.key, two.key), (one.value, two.value)]
     if not all(_agree(one[1:], two[1:]) for one, two in pairs):
-        _refuse(
-            name,
+        raise _Refusal(
             "its tokens reach each other outside attention (convolution, state space, linear"
-            " attention), or its logits cannot be asked for by index",
+            " attention), or its logits cannot be asked for by index"
         )
 
 
@@ -268,52 +278,26 @@ def _agree(one: Tensor, two: Tensor) -> bool:
     return float((one - two).abs().max()) <= tolerance
 
 
-def _describe(
-    recording: Recording,
-    windows: tuple[int | None, ...],
-    twin: nn.Module,
-    keeps_logits: bool,
-    softcapped: bool,
-) -> ModelLayers:
-    calls = recording.calls
-    bounds = [*recording.table_ends, *_rope_bounds(twin)]
-    return ModelLayers(
-        layers=tuple(
-            Layer(number, window, *call.key.shape[1:], call.value.shape[2])
-            for number, (call, window) in enumerate(zip(calls, windows, strict=True))
-        ),
-        query_heads=tuple(call.query.shape[1] for call in calls),
-        scales=tuple(_scale(call) for call in calls),
-        softcaps=tuple(call.options.get("softcap") if softcapped else None for call in calls),
-        has_sinks=tuple(call.options.get("s_aux") is not None for call in calls),
-        keeps_logits=keeps_logits,
-        vocab_size=recording.logits.shape[-1],
-        num_embeddings=twin.get_input_embeddings().weight.shape[0],
-        max_positions=min(bounds, default=None),
-        dtype=calls[0].value.dtype,
-        device=calls[0].value.device,
-    )
-
-
 def _scale(call: Call) -> float:
     """As stated, or the usual one over the root of the dimension."""
     scale = call.options.get("scaling")
     return call.query.shape[2] ** -0.5 if scale is None else float(scale)
 
 
-def _rope_bounds(twin: nn.Module) -> list[int]:
+def _rope_bounds(twin: PreTrainedModel) -> list[int]:
     """Lengths beyond which a rotary embedding chooses its frequencies by the longest sequence."""
-    bounds = []
-    for module in filter(is_dynamic_rope, twin.modules()):
-        parameters = module.config.rope_parameters
+    ropes: Iterable[Any] = filter(is_dynamic_rope, twin.modules())
+    bounds: list[int] = []
+    for rope in ropes:
+        parameters = rope.config.rope_parameters
         nested = [item for item in parameters.values() if isinstance(item, dict)]
         bounds += [
-            item.get("original_max_position_embeddings") or module.original_max_seq_len
+            item.get("original_max_position_embeddings") or rope.original_max_seq_len
             for item in nested or [parameters]
         ]
     return bounds
 
 
-def _text_config(model: nn.Module) -> PreTrainedConfig:
+def _text_config(model: Any) -> PreTrainedConfig:
     """The configuration of the language model, which may be a part of the whole one."""
     return model.config.get_text_config(decoder=True)

@@ -5,8 +5,8 @@ every mask carries the rule it stands for, and each token attends to itself only
 can be served is not judged here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tcb.model.attention_hook import pack
 
 RECORD = "tcb_record"
+# on a mask that transformers made: its rule (batch, head, query position, key position) -> visible
+RULE = "tcb_rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,47 +40,33 @@ class Call:
     options: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Recording:
-    """What one forward pass showed. It goes through the model as `tcb_batch`.
+class Recording(TorchFunctionMode):
+    """What one forward pass of a model shows. It goes through the model as `tcb_batch`.
 
     calls        in their order
-    logits       [tokens, vocabulary], set by whoever ran the pass
-    table_ends   for every table that was read by position, the first position it lacks
+    table_ends   for every table that is read by position, the first position it lacks; noted while
+                 the recording is entered
+    logits       [tokens, vocabulary], for whoever ran the pass to set
+
+    A table is an embedding, or a parameter or buffer that is indexed; it is read by position where
+    its indices are consecutive. So token ids and the logits asked for must not be.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    logits: Tensor | None = None
-    table_ends: list[int] = field(default_factory=list)
-
-
-def register_recording() -> None:
-    """Make RECORD known to transformers as an attention and as a maker of masks."""
-    AttentionInterface.register(RECORD, _record_attention)
-    AttentionMaskInterface.register(RECORD, _record_mask)
-
-
-def mask_rule(call: Call) -> Callable | None:
-    """The rule (batch, head, query position, key position) -> visible of a mask that transformers
-    made; None for a mask of the model's own making.
-    """
-    return getattr(call.mask, "tcb_rule", None)
-
-
-class PositionTables(TorchFunctionMode):
-    """While active, notes the tables of a model that are read at consecutive indices: by position.
-
-    Embeddings, and parameters or buffers that are indexed. Token ids and the logits asked for in a
-    recorded pass must not be consecutive.
-    """
-
-    def __init__(self, model: nn.Module, recording: Recording):
+    def __init__(self, model: nn.Module):
         super().__init__()
+        self.calls: list[Call] = []
+        self.table_ends: list[int] = []
+        self.logits = torch.empty(0)
         weights = (*model.parameters(), *model.buffers())
         self._addresses = {weight.data_ptr() for weight in weights if not weight.is_meta}
-        self._recording = recording
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is functional.embedding:
             self._note(args[1], args[0])
         elif func is Tensor.__getitem__ and args[0].data_ptr() in self._addresses:
@@ -90,7 +78,13 @@ class PositionTables(TorchFunctionMode):
             return
         index = index.flatten().tolist()
         if index == list(range(index[0], index[0] + len(index))):
-            self._recording.table_ends.append(table.shape[0] - index[0])
+            self.table_ends.append(table.shape[0] - index[0])
+
+
+def register_recording() -> None:
+    """Make RECORD known to transformers as an attention and as a maker of masks."""
+    AttentionInterface.register(RECORD, _record_attention)
+    AttentionMaskInterface.register(RECORD, _record_mask)
 
 
 def _record_attention(
@@ -121,10 +115,10 @@ def _record_mask(
     q_length: int,
     kv_length: int,
     mask_function: Callable,
-    device: torch.device = "cpu",
+    device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
     """A mask that carries the rule it stands for."""
     mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
-    mask.tcb_rule = mask_function
+    mask.__dict__[RULE] = mask_function
     return mask

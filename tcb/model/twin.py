@@ -67,17 +67,17 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
     Adapters that live in the layers stay. Raises ValueError for prompt learning, which does not
     live there, and AttributeError for what is no transformers model.
     """
-    model = unwrap(model)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        active = getattr(model, "active_peft_config", None)
+    inner: Any = unwrap(model)
+    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        active = getattr(inner, "active_peft_config", None)
         if getattr(active, "is_prompt_learning", False):
             kind = type(active).__name__
             raise ValueError(f"peft_config is a {kind}; accepted: adapters that live in the layers")
-        model = unwrap(model.get_base_model())
+        inner = unwrap(inner.get_base_model())
     for name in ("config", "device", "dtype"):
-        if not hasattr(model, name):
-            raise AttributeError(f"a {type(model).__name__} has no {name!r}, which models have")
-    return cast(PreTrainedModel, model)
+        if not hasattr(inner, name):
+            raise AttributeError(f"a {type(inner).__name__} has no {name!r}, which models have")
+    return inner
 
 
 def modules_of(root: nn.Module) -> Iterator[nn.Module]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tcb.model.twin import modules_of
+
 _WHOLE = 4096
 _SAMPLES = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,17 +69,13 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer once; of wrapping tensors (sharded, quantised) what they hold."""
-    found: dict[int, Tensor] = {}
-    modules, seen = [model], set()
-    while modules:
-        module = modules.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        modules += module._modules.values()
-        for own in (module._parameters, module._buffers):
-            if own:
-                found.update((id(tensor), tensor) for tensor in own.values() if tensor is not None)
+    found = {
+        id(tensor): tensor
+        for module in modules_of(model)
+        for own in (module._parameters, module._buffers)
+        for tensor in own.values()
+        if tensor is not None
+    }
     return [plain for tensor in found.values() for plain in _plain(tensor)]
 
 

@@ -27,47 +27,39 @@ def layer_facts(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "expected", "heads", "scale", "softcap", "sinks"),
+    ("family", "expected", "scale", "softcap"),
     [
-        ("llama", [(None, 2, 8, 8)] * 3, 4, 8**-0.5, None, False),
-        ("mistral", [(WINDOW, 2, 16, 16)] * 3, 4, 0.25, None, False),
+        ("llama", [(None, 2, 8, 8)] * 3, 8**-0.5, None),
+        ("mistral", [(WINDOW, 2, 16, 16)] * 3, 0.25, None),
         (
             "gemma3",
             [(WINDOW, 2, 16, 16), (WINDOW, 2, 16, 16), (None, 2, 16, 16)],
-            4,
             256**-0.5,
             None,
-            False,
         ),
         (
             "gemma2",
             [(WINDOW, 2, 16, 16), (None, 2, 16, 16), (WINDOW, 2, 16, 16)],
-            4,
             10**-0.5,
             4.0,
-            False,
         ),
         (
             "gpt_oss",
             [(WINDOW, 2, 16, 16), (None, 2, 16, 16), (WINDOW, 2, 16, 16)],
-            4,
             0.25,
             None,
-            True,
         ),
-        ("deepseek_v3", [(None, 4, 12, 6)] * 3, 4, 12**-0.5, None, False),
-        ("opt", [(None, 4, 12, 12)] * 3, 4, 1.0, None, False),
+        ("deepseek_v3", [(None, 4, 12, 6)] * 3, 12**-0.5, None),
+        ("opt", [(None, 4, 12, 12)] * 3, 1.0, None),
     ],
 )
-def test_what_is_read(family, expected, heads, scale, softcap, sinks):
+def test_what_is_read(family, expected, scale, softcap):
     facts, layers = layer_facts(family)
     count = len(expected)
     assert layers == expected
     assert [layer.layer for layer in facts.layers] == list(range(count))
-    assert facts.query_heads == (heads,) * count
     assert facts.scales == pytest.approx((scale,) * count)
     assert facts.softcaps == (softcap,) * count
-    assert facts.has_sinks == (sinks,) * count
     assert (facts.vocab_size, facts.num_embeddings) == (VOCAB, VOCAB)
     assert (facts.dtype, facts.device) == (torch.float32, torch.device("cpu"))
     assert facts.keeps_logits
