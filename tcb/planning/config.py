@@ -43,14 +43,14 @@ _COMPILE = none_or(Rule("dicts and CompileConfig objects", _is_compile_config))
 
 
 def setting(
-    default: Any, rule: Rule, meaning: str, ignored: str | None = None, granted: tuple = ()
+    default: Any, rule: Rule, effect: str = "", *, ignored: str = "", granted: tuple = ()
 ) -> Any:
-    """A field of the config.
+    """A field of the config: it has an effect, or a reason why it is ignored.
 
-    ignored   why the setting changes nothing; a value other than the default is logged
-    granted   values other than the default that ask for what happens anyway: these are not logged
+    A value of an ignored setting is logged unless it is the default or one of `granted`, which ask
+    for what happens anyway.
     """
-    about = {"rule": rule, "meaning": meaning, "ignored": ignored, "granted": granted}
+    about = {"rule": rule, "effect": effect, "ignored": ignored, "granted": granted}
     return field(default=default, metadata=about)
 
 
@@ -70,57 +70,63 @@ class ContinuousBatchingConfig:
     """
 
     page_size: int = setting(256, integers(4, MAX_INT32), "tokens of a page")
-    num_blocks: int | None = setting(None, none_or(integers(1)), "blocks of all layers together")
+    num_blocks: int | None = setting(
+        None, none_or(integers(1)), "pages of all layers together; None: what memory allows"
+    )
     max_batch_tokens: int | None = setting(
-        None, none_or(integers(1, MAX_INT32)), "most tokens of a batch"
+        None, none_or(integers(1, MAX_INT32)), "None: up to 8,192, on a CPU up to 1,024"
     )
     max_memory_percent: float | None = setting(
-        None, none_or(_POSITIVE_SHARES), "share of the device's free memory to use"
+        None, none_or(_POSITIVE_SHARES), "of free memory; None: 0.9, sampling 0.8, on a CPU 0.6"
     )
-    max_requests_per_batch: int | None = setting(None, none_or(integers(1)), "requests that run")
-    max_blocks_per_request: int | None = setting(None, none_or(integers(0)), "table width", _WIDE)
+    max_requests_per_batch: int | None = setting(
+        None, none_or(integers(1)), "most that run; None: as many as the hints say, else 1,024"
+    )
+    max_blocks_per_request: int | None = setting(None, none_or(integers(0)), ignored=_WIDE)
     allow_block_sharing: bool = setting(True, BOOLEANS, "requests share equal prefixes")
-    use_async_batching: bool | None = setting(None, none_or(BOOLEANS), "plan while a batch runs")
-    use_cuda_graph: bool | tuple[bool, bool] | None = setting(
-        None, none_or(_GRAPHS), "graphs of mixed, of decoding batches", _EAGER, _NO_GRAPHS
+    use_async_batching: bool | None = setting(
+        None, none_or(BOOLEANS), "plan while a batch runs; None: on accelerators, without history"
     )
-    q_padding_interval_size: int = setting(0, integers(0), "tokens to pad batches to", _EAGER)
-    kv_padding_interval_size: int = setting(0, integers(0), "keys to pad batches to", _EAGER)
-    varlen_compile_config: Any = setting(None, _COMPILE, "compilation of mixed batches", _EAGER)
-    decode_compile_config: Any = setting(None, _COMPILE, "compilation of decoding batches", _EAGER)
-    default_compile_level: int = setting(0, integers(0, 3), "how much is compiled", _EAGER)
+    use_cuda_graph: bool | tuple[bool, bool] | None = setting(
+        None, none_or(_GRAPHS), ignored=_EAGER, granted=_NO_GRAPHS
+    )
+    q_padding_interval_size: int = setting(0, integers(0), ignored=_EAGER)
+    kv_padding_interval_size: int = setting(0, integers(0), ignored=_EAGER)
+    varlen_compile_config: Any = setting(None, _COMPILE, ignored=_EAGER)
+    decode_compile_config: Any = setting(None, _COMPILE, ignored=_EAGER)
+    default_compile_level: int = setting(0, integers(0, 3), ignored=_EAGER)
     scheduler_type: str = setting(
-        "fifo", words("fifo", "prefill_first"), "decodes first, or unfinished prompts first"
+        "fifo", words("fifo", "prefill_first"), "which running requests a batch serves first"
     )
     safety_margin: float | None = setting(
-        None, none_or(SHARES), "share of the blocks that new requests leave to running ones"
+        None, none_or(SHARES), "blocks kept from new requests; None: 0.15, prefill_first 0"
     )
-    return_logprobs: bool = setting(False, BOOLEANS, "log-probabilities of the generated tokens")
-    seed: int | None = setting(None, none_or(integers(-(2**63), 2**63 - 1)), "seed of all sampling")
-    auto_switch_to_flash: bool = setting(
-        True, BOOLEANS, "choice of an attention implementation", _OWN_KERNELS, (False,)
+    return_logprobs: bool = setting(False, BOOLEANS, "log-probabilities of the tokens")
+    seed: int | None = setting(
+        None, none_or(integers(-(2**63), 2**63 - 1)), "None: made of torch's random state"
     )
+    auto_switch_to_flash: bool = setting(True, BOOLEANS, ignored=_OWN_KERNELS, granted=(False,))
     cpu_offload_space: float | None = setting(
-        0.0, none_or(_GIBIBYTES), "host memory for the blocks of preempted requests"
+        0.0, none_or(_GIBIBYTES), "for preempted requests; 0: recompute; None: all it may take"
     )
     cpu_offload_space_safety_threshold: float = setting(
-        0.8, SHARES, "share of the available host memory that offload may take"
+        0.8, SHARES, "share of free host memory that offload may take"
     )
-    max_queue_size: int = setting(0, integers(0), "most requests that wait to be read; 0: no limit")
-    per_request_processors: bool = setting(False, BOOLEANS, "requests bring sampling options")
-    drop_unsupported_processors: bool = setting(
-        True, BOOLEANS, "leave out logits processors that cannot be served", _REFUSED, (False,)
-    )
-    disable_nccl_graph_mixing: bool = setting(True, BOOLEANS, "no NCCL in graphs", _ALONE, (False,))
+    max_queue_size: int = setting(0, integers(0), "most requests that wait; 0: no limit")
+    per_request_processors: bool = setting(False, BOOLEANS, "not needed: requests may have options")
+    drop_unsupported_processors: bool = setting(True, BOOLEANS, ignored=_REFUSED, granted=(False,))
+    disable_nccl_graph_mixing: bool = setting(True, BOOLEANS, ignored=_ALONE, granted=(False,))
     cpu_group_timeout: float | None = setting(
-        300.0, none_or(_SECONDS), "how long processes wait for each other", _ALONE, (None,)
+        300.0, none_or(_SECONDS), ignored=_ALONE, granted=(None,)
     )
     use_default_compile_configs: bool | None = setting(
-        None, none_or(BOOLEANS), "compile as transformers does", _EAGER, (False,)
+        None, none_or(BOOLEANS), ignored=_EAGER, granted=(False,)
     )
-    max_cached_graphs: int | None = setting(None, none_or(integers(0)), "graphs to keep", _EAGER)
+    max_cached_graphs: int | None = setting(None, none_or(integers(0)), ignored=_EAGER)
     block_size: int | None = setting(None, none_or(integers(4, MAX_INT32)), "old name of page_size")
-    deterministic: str = setting("off", words("off", "batch"), "bits that no neighbour changes")
+    deterministic: str = setting(
+        "off", words("off", "batch"), "batch: attention's bits ignore neighbours"
+    )
 
     def __post_init__(self) -> None:
         if self.block_size is not None:
@@ -196,13 +202,12 @@ def check(config: Any) -> None:
 
 def settings_table() -> Iterator[str]:
     """The settings as rows of a markdown table, header first."""
-    yield "| setting | default | accepted | meaning | effect |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| setting | default | accepted | effect |"
+    yield "|---|---|---|---|"
     for name, one in _SETTINGS.items():
         about = one.metadata
-        effect = f"none: {about['ignored']}" if about["ignored"] else "yes"
-        cells = f"`{name}`", f"`{one.default!r}`", about["rule"].accepted, about["meaning"], effect
-        yield f"| {' | '.join(cells)} |"
+        effect = about["effect"] or f"none: {about['ignored']}"
+        yield f"| `{name}` | `{one.default!r}` | {about['rule'].accepted} | {effect} |"
 
 
 def _check_page_size(config: Any) -> None:
