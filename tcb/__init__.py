@@ -1,10 +1,27 @@
 """Continuous batching for transformers models: `tcb.generate_batch(model, prompts)`.
 
 The public names; each is imported when it is first asked for, so `import tcb` loads neither torch
-nor triton. Nothing is decided here.
+nor triton. Type checkers read the imports below.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcb.api import attach as attach
+    from tcb.api import continuous_batching_context_manager as continuous_batching_context_manager
+    from tcb.api import (
+        destroy_cached_continuous_batching_manager as destroy_cached_continuous_batching_manager,
+    )
+    from tcb.api import generate_batch as generate_batch
+    from tcb.api import init_continuous_batching as init_continuous_batching
+    from tcb.api import install as install
+    from tcb.api import uninstall as uninstall
+    from tcb.planning.config import ContinuousBatchingConfig as ContinuousBatchingConfig
+    from tcb.planning.request import GenerationOutput as GenerationOutput
+    from tcb.planning.request import RequestStatus as RequestStatus
+    from tcb.planning.request import WorkloadHints as WorkloadHints
+    from tcb.service.manager import ContinuousBatchingManager as ContinuousBatchingManager
 
 __version__ = "0.1.0"
 
@@ -25,7 +42,7 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -33,5 +50,5 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -164,6 +164,18 @@ def test_types_are_packaged():
     assert PROJECT["tool"]["setuptools"]["package-data"] == {"tcb": ["py.typed"]}
 
 
+def test_type_checkers_see_every_public_name():
+    tree = ast.parse((ROOT / "tcb" / "__init__.py").read_text("utf-8"))
+    seen = {
+        alias.asname: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == tcb._HOMES
+
+
 def test_what_is_imported_is_declared():
     own = PROJECT["project"]["dependencies"]
     declared = {re.split(r"[<>=]", requirement)[0] for requirement in own}
