@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 import tcb
 import tcb.kernels
 from bench import report
-from tcb.options.generation import _ALWAYS
+from tcb.options.generation import _ALWAYS, _OF_A_REQUEST
 from tcb.planning.config import settings_table
 from tests.support.options import HISTORY, WARPERS
 from tests.support.text import (
@@ -134,12 +134,16 @@ def test_every_generation_option_has_one_row():
     assert known <= set(options)
     answers = {name: row[1] for row in found for name in in_backticks(row[:1])}
     refused = {name for name, answer in answers.items() if answer.startswith("refused")}
-    # the two lengths have rules too, and are honoured
-    assert refused == set(_ALWAYS) - {"max_new_tokens", "max_length"}
+    assert refused == _ALWAYS.keys() - {"max_new_tokens", "max_length"}
     processors = {name for name, answer in answers.items() if "own processors" in answer}
     assert processors == {name for case in (HISTORY | WARPERS).values() for name in case} - {
         *("temperature", "top_k", "top_p", "min_p")
     }
+
+
+def test_the_options_of_a_request_are_listed():
+    sentence = COMPATIBILITY.split("Options of one request go to `add_request`:")[1].split(".")[0]
+    assert set(in_backticks([sentence])) == set(_OF_A_REQUEST)
 
 
 # the project
