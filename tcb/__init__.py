@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tcb.api import install as install
     from tcb.api import uninstall as uninstall
     from tcb.planning.config import ContinuousBatchingConfig as ContinuousBatchingConfig
+    from tcb.planning.limits import WorkloadHints as WorkloadHints
     from tcb.planning.request import GenerationOutput as GenerationOutput
     from tcb.planning.request import RequestStatus as RequestStatus
-    from tcb.planning.request import WorkloadHints as WorkloadHints
     from tcb.service.manager import ContinuousBatchingManager as ContinuousBatchingManager
 
 __version__ = "0.1.0"
