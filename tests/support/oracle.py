@@ -1,11 +1,13 @@
-"""Dense attention in fp64, its same-dtype twin, and paged problems full of poison.
+"""Paged problems full of poison, and what their rows come to in fp64 and in the same dtype.
 
-It knows what the two attention operations mean, and nothing of how they do it.
+What attention means is `tcb.kernels.reference`; here keys are dense, and pages are only filled.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from tcb.kernels import reference
 
 INF = float("inf")
 
@@ -86,34 +88,19 @@ class Problem:
 
 def score(query, keys, case, dtype):
     """Scores [heads, tokens, length] in `dtype`, softcap included, before any mask."""
-    keys = keys.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1)
-    scale = query.shape[2] ** -0.5 if case.scale is None else case.scale
-    scores = torch.einsum("qhd,khd->hqk", query.to(dtype), keys) * scale
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    return scores
+    factors = {"softcap": case.softcap, "scale": case.scale}
+    return reference.scores(query.to(dtype), keys.to(dtype), **factors)
 
 
 def attend(query, keys, values, case, sinks, dtype):
     """Attention of the last rows of a sequence over all its keys, computed in `dtype`.
 
-    query [tokens, heads, dim], keys [length, kv_heads, dim], values [length, kv_heads, value_dim],
-    bottom-right causal; returns [tokens, heads, value_dim] in `dtype`.
+    query [tokens, heads, dim], keys [length, kv_heads, dim], values [length, kv_heads, value_dim];
+    returns [tokens, heads, value_dim] in `dtype`.
     """
-    tokens, heads, _ = query.shape
-    length = keys.shape[0]
-    position = torch.arange(length - tokens, length, device=query.device)[:, None]
-    other = torch.arange(length, device=query.device)[None]
-    seen = other <= position
-    if case.window is not None:
-        seen &= other > position - case.window
-    scores = score(query, keys, case, dtype).masked_fill(~seen, -INF)
-    if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(heads, tokens, 1)
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :length]
-    values = values.to(dtype).repeat_interleave(heads // values.shape[1], 1)
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    dense = (tensor.to(dtype) for tensor in (query, keys, values))
+    masks = {"window": case.window, "sinks": sinks}
+    return reference.attend(*dense, **masks, softcap=case.softcap, scale=case.scale)
 
 
 def tolerance(case, expected, same_dtype, magnitude, largest_score):
