@@ -186,8 +186,8 @@ def sample(
     for row, logit in enumerate(logits):
         logprob, token = logit.log_softmax(-1), logit.argmax()
         if do_sample[row]:
-            given = temperature[row], top_k[row], top_p[row], min_p[row]
-            logprob = filtered(logit, *(number.item() for number in given))
+            limits = int(top_k[row]), float(top_p[row]), float(min_p[row])
+            logprob = filtered(logit, float(temperature[row]), *limits)
             token = (logprob.exp().cumsum(-1) > uniform[row]).int().argmax()
         tokens.append(token)
         logprobs.append(logprob[token])

@@ -1,14 +1,12 @@
-"""Decide how torch operations attend each chunk of a packed batch, from its integers alone.
+"""Sort a packed batch's sequences into how torch operations attend them, from integers alone.
 
-    single    one new token that sees context: a list of keys (`torch_lists`)
-    together  no context: chunks of similar length in one padded batch
-    alone     the rest, in turn: behind its context, or longer than the window
-
-It knows lengths and blocks, and neither queries nor what attention is.
+single    one new token behind a context: attends a list of keys (`key_lists`)
+together  several chunks of similar length without context: one padded batch
+alone     any other chunk, by itself, behind the context that it sees
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,43 +14,38 @@ import torch
 _SIMILAR = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class Single:
-    """A sequence of one new token; besides itself it sees `count` positions from `first` on."""
+class Single(NamedTuple):
+    """A sequence of one new token; besides itself it sees `num_seen` positions from `first` on."""
 
     sequence: int
     token: int
     first: int
-    count: int
+    num_seen: int
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Chunks without context as one batch, each padded to the longest by repeating its last token.
+class Together(NamedTuple):
+    """Chunks without context, each padded to the longest by repeating its last token.
 
-    start  first token where the batch is dense and not padded; None: it is not
-    token  [chunks * width] its tokens, padding included     real  those of `token` that are none
+    shape  chunks, width     token  their flat tokens; a slice where these are dense and unpadded
+    kept   places in `token` that are no padding, and their tokens; None: all
     """
 
-    num_chunks: int
-    width: int
-    start: int | None
-    token: torch.Tensor
-    real: torch.Tensor
+    shape: tuple[int, int]
+    token: torch.Tensor | slice
+    kept: tuple[torch.Tensor, torch.Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """The tokens [start, end), behind `count` positions they see, which are at `block`, `within`.
+class Alone(NamedTuple):
+    """The tokens [start, end) behind `num_seen` positions of the cache.
 
-    block, within  [count] int64
+    These are in the blocks `pages` [pages], from the place `skip` of the first one on.
     """
 
     start: int
     end: int
-    count: int
-    block: torch.Tensor
-    within: torch.Tensor
+    num_seen: int
+    pages: torch.Tensor
+    skip: int
 
 
 def sort_chunks(
@@ -69,40 +62,36 @@ def sort_chunks(
     single, fresh, alone = [], [], []
     for i, context in enumerate(contexts):
         start, end = starts[i], starts[i + 1]
-        count = context if window is None else min(context, window - 1)
-        first = context - count
-        if end - start == 1 and count:
-            single.append(Single(i, start, first, count))
-        elif not count and (window is None or end - start <= window):
-            fresh.append((start, end - start))
+        num_seen = context if window is None else min(context, window - 1)
+        first = context - num_seen
+        if end - start == 1 and num_seen:
+            single.append(Single(i, start, first, num_seen))
+        elif end > start and not num_seen and (window is None or end - start <= window):
+            fresh.append((start, end))
         elif end > start:
-            position = torch.arange(first, context)
-            block = block_table[i, position // page_size % block_table.shape[1]].long()
-            alone.append(Alone(start, end, count, block, position % page_size))
-    return single, group_fresh(fresh), alone
+            page = torch.arange(first // page_size, -(-context // page_size))
+            pages = block_table[i, page % block_table.shape[1]].long()
+            alone.append(Alone(start, end, num_seen, pages, first % page_size))
+    return single, [_put_together(group) for group in _group_similar(fresh)], alone
 
 
-def group_fresh(fresh: Sequence[tuple[int, int]]) -> list[Together]:
-    """Put chunks (first token, length) of similar length together; empty ones are left out."""
+def _group_similar(chunks: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Chunks (start, end) of similar length, longest first."""
     groups: list[list[tuple[int, int]]] = []
-    for start, length in sorted(fresh, key=lambda chunk: (-chunk[1], chunk[0])):
-        if not length:
-            break
-        if not groups or length < _SIMILAR * groups[-1][0][1]:
+    for start, end in sorted(chunks, key=lambda chunk: (chunk[0] - chunk[1], chunk[0])):
+        if not groups or end - start < _SIMILAR * (groups[-1][0][1] - groups[-1][0][0]):
             groups.append([])
-        groups[-1].append((start, length))
-    return [_put_together(group) for group in groups]
+        groups[-1].append((start, end))
+    return groups
 
 
 def _put_together(group: list[tuple[int, int]]) -> Together:
-    (start, width), (_, shortest) = group[0], group[-1]
-    dense = shortest == width and all(at == start + i * width for i, (at, _) in enumerate(group))
-    starts, lengths = torch.tensor(group).split(1, dim=1)
-    column = torch.arange(width)
-    return Together(
-        num_chunks=len(group),
-        width=width,
-        start=start if dense else None,
-        token=(starts + torch.minimum(column, lengths - 1)).view(-1),
-        real=(column < lengths).view(-1).nonzero().view(-1),
-    )
+    begin, end = group[0]
+    shape = len(group), end - begin
+    if group == [(begin + i * shape[1], end + i * shape[1]) for i in range(shape[0])]:
+        return Together(shape, slice(begin, group[-1][1]), None)
+    starts, ends = torch.tensor(group).split(1, dim=1)
+    token = starts + torch.arange(shape[1])
+    place = (token < ends).view(-1).nonzero().view(-1)
+    token = token.minimum(ends - 1).view(-1)
+    return Together(shape, token, (place, token[place]))

@@ -1,16 +1,13 @@
-"""The operations of this package in torch: what CPU users run, and what each kernel means.
+"""The operations of this package in torch operations: what runs on a CPU.
 
-Names, tensors and results are those of the Triton launchers, which check the tensors: these do not.
-It knows neither devices nor models.
+Names, tensors and results are those of `tcb.kernels`, which checks the tensors before.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from tcb.kernels.cpu.attention import paged_attention, paged_decode
-from tcb.kernels.cpu.flat_views import Steps, token_steps, token_table
 from tcb.kernels.cpu.step_cache import StepMemo
 
 __all__ = [
@@ -26,21 +23,6 @@ __all__ = [
 _memo = StepMemo()
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where new tokens go.
-
-    live           the tokens that have a slot; None: all
-    block, within  [live tokens]
-    rows           [live tokens] rows of the token table of each cache; None: it has none
-    """
-
-    live: torch.Tensor | None
-    block: torch.Tensor
-    within: torch.Tensor
-    rows: tuple[torch.Tensor | None, ...]
-
-
 @torch.no_grad()
 def write_kv(
     key: torch.Tensor,
@@ -50,16 +32,17 @@ def write_kv(
     slot: torch.Tensor,
 ) -> None:
     """Store new keys and values in their slots; a negative slot is padding and is skipped."""
-    caches = (key_cache, value_cache)
-    steps = tuple(map(token_steps, caches))
-    settings = (key_cache.shape[1], steps)
-    place = _memo.recall(settings, (slot,), lambda: _find_place(slot, *settings))
-    for new, cache, step, row in zip((key, value), caches, steps, place.rows, strict=True):
-        new = new if place.live is None else new.index_select(0, place.live)
-        if step is None:
-            cache.index_put_((place.block, place.within), new.to(cache.dtype))
-        else:
-            token_table(cache, step).index_copy_(0, row, new.to(cache.dtype))
+    page_size = key_cache.shape[1]
+
+    def build() -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        live = (slot >= 0).nonzero().view(-1)
+        at = slot[live]
+        return None if len(live) == len(slot) else live, at // page_size, at % page_size
+
+    live, block, within = _memo.recall(page_size, (slot,), build)
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        new = new if live is None else new.index_select(0, live)
+        cache.index_put_((block, within), new.to(cache.dtype))
 
 
 def page_tables(
@@ -114,17 +97,21 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
 
 def gather_blocks(cache: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = cache[block[i]]."""
-    for i, b in enumerate(block.tolist()):
-        out[i].copy_(cache[b])
+    torch.index_select(cache, 0, block, out=out)
 
 
 def scatter_blocks(data: torch.Tensor, cache: torch.Tensor, block: torch.Tensor) -> None:
     """cache[block[i]] = data[i]."""
-    for i, b in enumerate(block.tolist()):
-        cache[b].copy_(data[i])
+    cache.index_copy_(0, block, data)
 
 
-def _edit_tables(tables, edit, edit_start, edit_page, row):
+def _edit_tables(
+    tables: Sequence[torch.Tensor],
+    edit: torch.Tensor,
+    edit_start: torch.Tensor,
+    edit_page: torch.Tensor,
+    row: torch.Tensor,
+) -> None:
     """Write each entry's blocks into its row, one page after the other."""
     # hardly any entry has edits: in lists they are found sooner than by half a dozen torch calls
     rows, pages, starts = row.tolist(), edit_page.tolist(), edit_start.tolist()
@@ -140,13 +127,3 @@ def _edit_tables(tables, edit, edit_start, edit_page, row):
         if places:
             blocks = edit[starts[own.start] : starts[own.stop]]
             table.view(-1).index_copy_(0, torch.tensor(places), blocks)
-
-
-def _find_place(slot: torch.Tensor, page_size: int, steps: tuple[Steps | None, ...]) -> _Place:
-    live = None
-    if slot.numel() and int(slot.min()) < 0:
-        live = (slot >= 0).nonzero().view(-1)
-        slot = slot[live]
-    block, within = slot // page_size, slot % page_size
-    rows = tuple(None if step is None else block * step.block + within for step in steps)
-    return _Place(live, block, within, rows)

@@ -2,12 +2,12 @@
 
 What is remembered is found by its settings and by the addresses of the tensors, and is used only
 where their values are still those it was worked out from: a stale entry is built anew, never
-returned. It knows nothing of what it keeps.
+returned.
 """
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ class StepMemo(threading.local):
     """The last values built in this thread. Threads share none, so a value may hold scratch."""
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[tuple[torch.Tensor, ...], object]] = {}
+        self._entries: dict[Hashable, tuple[tuple[torch.Tensor, ...], Any]] = {}
 
     def recall(
         self, settings: Hashable, tensors: tuple[torch.Tensor, ...], build: Callable[[], Value]
