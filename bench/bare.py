@@ -18,8 +18,8 @@ from bench.lib.prompts import WORKLOADS
 from bench.lib.results import RESULTS, describe, store
 from bench.lib.systems import Prompts, run_tcb
 from bench.serve import MODELS, open_model
-from tcb.kernels.cpu.linear import use_onednn
 from tcb.model.attention_hook import call_model
+from tcb.model.linear import use_onednn
 from tcb.model.recording import RECORD, Recording, register_recording
 from tcb.model.twin import set_attention, twin
 

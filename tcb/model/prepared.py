@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tcb.kernels.cpu.linear import use_onednn
+from tcb.model.linear import use_onednn
 from tcb.model.probe import ModelLayers, probe
 from tcb.model.structure import Structure, structure
 from tcb.model.twin import PREPARED, twin

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tcb.kernels.cpu.linear import use_onednn
+from tcb.model.linear import use_onednn
 
 WIDTH, LARGE = 256, 4096
 
