@@ -1,33 +1,25 @@
-"""The functions that users call: one call for many prompts, or a manager to talk to.
-
-It does not know threads or engines; it reads what the user hands in, and asks a manager.
-"""
+"""The functions that users call: one call for many prompts, or a manager to talk to."""
 
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from tcb.compat import install as drop_in
+from tcb.compat.attributes import kept_on
 from tcb.compat.generate import generate_paged
 from tcb.model.twin import plain_model
+from tcb.options.generation import GenerationOptions, config_within, read_options
 from tcb.planning.limits import WorkloadHints
 from tcb.planning.request import GenerationOutput
-from tcb.service.arguments import (
-    choose_generation_config,
-    config_within,
-    hints_of,
-    list_of_prompts,
-)
-from tcb.service.batch_call import BatchCall
+from tcb.service.intake import hints_of, list_of_prompts
 from tcb.service.manager import ContinuousBatchingManager
 
 logger = logging.getLogger("ContinuousBatchingLogger")
-
-_CACHED = "_cached_continuous_batching_manager"
 
 
 def generate_batch(
@@ -55,25 +47,15 @@ def generate_batch(
     cannot be served, MemoryError where the device has no room; all of that before anything starts.
     """
     model = plain_model(model)
-    config = choose_generation_config(model, generation_config, kwargs)
+    options = read_options(model, generation_config, kwargs)
     prompts = list_of_prompts(inputs)
     if not prompts:
         return {}
-    manager = _running(model)
-    if manager is None:
-        hints = hints_of(prompts, config, persistent_manager)
-        manager = init_continuous_batching(model, config, continuous_batching_config, hints)
-    elif continuous_batching_config is not None:
-        manager.adapt(manager.generation_config, continuous_batching_config)
-    call = BatchCall(manager, prompts, config, record_timestamps, progress_bar)
-    if manager.is_running() or manager.continuous_batching_config.max_queue_size:
-        with _session(model, manager, persistent_manager, warmup):
-            outputs = call.wait()
-    else:
-        try:
-            outputs = call.serve(keep=persistent_manager)
-        finally:
-            _let_go(model, manager)
+    hints = hints_of(prompts, options, persistent_manager)
+    manager = _manager_for(model, options, continuous_batching_config, hints)
+    with manager.session(persistent_manager, warmup):
+        ids = manager.submit(prompts, options, record_timestamps)
+        outputs = manager.wait(ids, progress_bar)
     failed = [output for output in outputs.values() if output.error is not None]
     if failed:
         count, first = f"{len(failed)} of {len(outputs)}", failed[0]
@@ -93,23 +75,16 @@ def init_continuous_batching(
     Raises what `ContinuousBatchingManager` raises.
     """
     model = plain_model(model)
-    config = choose_generation_config(model, generation_config)
-    if continuous_batching_config is None:
-        continuous_batching_config = config_within(config)
-    kept = getattr(model, _CACHED, None)
-    if isinstance(kept, ContinuousBatchingManager):
-        kept.adapt(config, continuous_batching_config)
-        return kept
-    return _manager_class()(model, config, continuous_batching_config, workload_hints)
+    options = read_options(model, generation_config)
+    return _idle_manager(model, options, continuous_batching_config, workload_hints)
 
 
 def destroy_cached_continuous_batching_manager(model: nn.Module) -> None:
     """Stop the manager kept on the model, if there is one, and give its memory back."""
-    model = plain_model(model)
-    kept = getattr(model, _CACHED, None)
-    if isinstance(kept, ContinuousBatchingManager):
+    kept = kept_on(plain_model(model))
+    if kept is not None:
         kept.destroy()
-        delattr(model, _CACHED)
+        kept.settle()
 
 
 @contextmanager
@@ -132,17 +107,16 @@ def continuous_batching_context_manager(
     A kept manager that runs already is handed out too; who started it stops it, or the last of the
     calls inside it. Outside, it serves by the settings that it had before.
     """
-    model = plain_model(model)
-    running = _running(model)
-    before = None if running is None else running.generation_config
+    joined = kept_on(plain_model(model))
+    before = joined.options if joined is not None and joined.is_running() else None
     manager = init_continuous_batching(
         model, generation_config, continuous_batching_config, workload_hints
     )
-    with _session(model, manager, persistent_manager, warmup, block, timeout):
+    with manager.session(persistent_manager, warmup, block, timeout, background=True):
         try:
             yield manager
         finally:
-            if running is not None:
+            if before is not None:
                 manager.adapt(before)
 
 
@@ -167,43 +141,31 @@ def attach(model: nn.Module) -> nn.Module:
     return model
 
 
-def _running(model: nn.Module) -> ContinuousBatchingManager | None:
-    """The manager kept on the model, if it runs."""
-    kept = getattr(model, _CACHED, None)
-    is_ours = isinstance(kept, ContinuousBatchingManager)
-    return kept if is_ours and kept.is_running() else None
+def _manager_for(
+    model: PreTrainedModel, options: GenerationOptions, config: Any, hints: WorkloadHints
+) -> ContinuousBatchingManager:
+    """The manager that serves a call: the model's running one, whose own options stay, or an idle
+    one.
+    """
+    running = kept_on(model)
+    if running is None or not running.is_running():
+        return _idle_manager(model, options, config, hints)
+    if config is not None:
+        running.adapt(running.options, config)
+    return running
 
 
-@contextmanager
-def _session(
-    model: nn.Module,
-    manager: ContinuousBatchingManager,
-    keep: bool,
-    warmup: bool,
-    block: bool = True,
-    timeout: float | None = None,
-) -> Generator[None]:
-    """A session of the manager; once it has stopped, it is on the model only if it is kept."""
-    try:
-        with manager.sessions.enter(manager, block, timeout, keep, warmup):
-            yield
-    finally:
-        _let_go(model, manager)
-
-
-def _let_go(model: nn.Module, manager: ContinuousBatchingManager) -> None:
-    """Leave a manager on the model only while it has an engine."""
-    if not manager.has_engine and getattr(model, _CACHED, None) is manager:
-        delattr(model, _CACHED)
-
-
-@cache
-def _manager_class() -> type[ContinuousBatchingManager]:
-    """Our manager as an instance of transformers' class too: their code asks for one."""
-    from transformers import ContinuousBatchingManager as Theirs
-
-    name, doc = ContinuousBatchingManager.__name__, ContinuousBatchingManager.__doc__
-    return type(name, (ContinuousBatchingManager, Theirs), {"__doc__": doc})
+def _idle_manager(
+    model: PreTrainedModel, options: GenerationOptions, config: Any, hints: WorkloadHints | None
+) -> ContinuousBatchingManager:
+    """The manager kept on the model, which takes these over, or a new one."""
+    if config is None:
+        config = config_within(options.generation_config)
+    kept = kept_on(model)
+    if kept is None:
+        return ContinuousBatchingManager(model, options, config, hints)
+    kept.adapt(options, config)
+    return kept
 
 
 def _methods() -> dict[str, Callable]:

@@ -1,12 +1,17 @@
-"""The loop that turns requests into tokens: plan, launch, land; one for depth 0 and 1.
+"""Turn the requests for one model into tokens: plan, pack, launch, land; the same at depth 0 and 1.
 
-Knows nothing of threads, queues or delivery (`manager`), and nothing of what a batch costs on the
-device (`runner`).
+Threads, queues and delivery belong to `service`, a batch on the device to `device.runner`.
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
@@ -19,7 +24,7 @@ from tcb.planning.groups import group_layers
 from tcb.planning.limits import Limits, WorkloadHints, resolve
 from tcb.planning.packing import pack_batch
 from tcb.planning.plan import BatchPlan
-from tcb.planning.request import Request
+from tcb.planning.request import Request, check_prompt
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,
@@ -35,13 +40,20 @@ from tcb.planning.state import (
 )
 
 NOTHING = StepOutput((), ())
+# settings that an engine never reads
+_OF_THE_SERVICE: dict[str, Any] = {
+    "seed": None,
+    "max_queue_size": 0,
+    "per_request_processors": False,
+}
 
 
 class Engine:
-    """One model's continuous batching. Every method but `check` belongs to one thread at a time.
+    """One model's continuous batching: its sequences, its cache, its batches.
 
-    Raises ValueError (a model, an option or a setting that cannot be served) and MemoryError before
-    anything starts.
+    What changes it belongs to one thread at a time; any thread may ask questions; an answer may
+    be a step old. Raises ValueError (a model, an option or a setting that cannot be served) and
+    MemoryError before anything starts.
     """
 
     def __init__(
@@ -51,15 +63,17 @@ class Engine:
         config: ContinuousBatchingConfig,
         hints: WorkloadHints | None = None,
     ):
-        self.model, self.options = model, options
-        self._prepared = prepare(model)
-        self.layers: ModelLayers = self._prepared.layers
-        groups = group_layers(self.layers.layers)
-        facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
-        self.limits: Limits = resolve(config, facts)
-        self.state: State = new_state(groups, self.limits)
-        twin, columns = self._prepared.twin, self.state.columns
-        self._runner = Runner(twin, self.layers, groups, columns, self.limits)
+        self.model, self.options, self.config = model, options, config
+        self._place = _place(model)
+        with _plain_mode(model.device):
+            self._prepared = prepare(model)
+            self.layers: ModelLayers = self._prepared.layers
+            groups = group_layers(self.layers.layers)
+            facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
+            self.limits: Limits = resolve(config, facts)
+            self.state: State = new_state(groups, self.limits)
+            twin, columns = self._prepared.twin, self.state.columns
+            self._runner = Runner(twin, self.layers, groups, columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
 
     @property
@@ -67,10 +81,47 @@ class Engine:
         """True while anything waits, runs or flies."""
         return bool(self.state.waiting or self.state.running or self._flying)
 
-    def check(self, prompt_length: int, max_new_tokens: int) -> None:
-        """Raise ValueError if a request of these lengths can never be computed. Reads the limits
-        only.
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Live sequences that have a row in the batches."""
+        return tuple(self.state.running.values())
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Live sequences that wait for one."""
+        return tuple(self.state.waiting.values())
+
+    def serves(self, options: GenerationOptions, config: ContinuousBatchingConfig) -> bool:
+        """Whether this engine is as good for these as one that is built for them now."""
+        return (
+            replace(config, **_OF_THE_SERVICE) == replace(self.config, **_OF_THE_SERVICE)
+            and options.needs_history <= self.options.needs_history
+            and self._place == _place(self.model)
+        )
+
+    def resolved(self, config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+        """A copy of a configuration that this engine serves, with the sizes that it has; blocks are
+        counted as the user does, all layers to a block.
         """
+        limits = self.limits
+        return replace(
+            deepcopy(config),
+            page_size=limits.page_size,
+            num_blocks=limits.num_blocks // len(self.state.groups),
+            max_batch_tokens=limits.max_batch_tokens,
+            max_requests_per_batch=limits.max_requests,
+            safety_margin=limits.safety_margin,
+            use_async_batching=bool(limits.depth),
+        )
+
+    def read_prompt(self, tokens: Iterable[int]) -> tuple[int, ...]:
+        """The token ids of a prompt as plain integers; ValueError says which one is none of this
+        model's.
+        """
+        return check_prompt(tokens, self.layers.num_embeddings)
+
+    def check(self, prompt_length: int, max_new_tokens: int) -> None:
+        """Raise ValueError if a request of these lengths can never be computed."""
         # the last token is sampled, never computed
         positions = prompt_length + max_new_tokens - 1
         if positions > self.limits.max_length:
@@ -80,13 +131,14 @@ class Engine:
                 "(more num_blocks or max_memory_percent allow more)"
             )
 
+    def mode(self) -> AbstractContextManager[None]:
+        """What steps run in, whatever the caller's thread is set to."""
+        return _plain_mode(self.layers.device)
+
     def submit(self, request: Request) -> None:
-        """Queue a request; its forks follow it before the next step. ValueError if it can never fit
-        or its id is live.
+        """Queue a request that was checked and whose id is not live; its forks follow it before the
+        next step.
         """
-        self.check(len(request.prompt), request.max_new_tokens)
-        if request.id in self.state.seq_ids:
-            raise ValueError(f"request_id is {request.id!r}; accepted: ids of no live request")
         apply_arrival(self.state, request)
 
     def cancel(self, request_id: str) -> list[Sequence]:
@@ -137,7 +189,7 @@ class Engine:
         is forgotten.
         """
         self._flying.clear()
-        live = [*self.state.running.values(), *self.state.waiting.values()]
+        live = [*self.running, *self.waiting]
         for sequence in live:
             apply_cancel(self.state, sequence.request.id)
         apply_new_weights(self.state)
@@ -170,5 +222,22 @@ class Engine:
         return {
             place: (sequence.request.processors, sequence.known())
             for place, sequence in enumerate(sequences)
-            if sequence.request.processors is not None
+            if sequence is not None and sequence.request.processors is not None
         }
+
+
+def _place(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    return model.device, model.dtype
+
+
+@contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    """`device` is the current one; no gradients, no inference mode, no autocast."""
+    module: Any = torch.get_device_module(device) if device.type != "cpu" else None
+    with (
+        nullcontext() if module is None else module.device(device),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

@@ -46,7 +46,8 @@ def attach(model: nn.Module, functions: Mapping[str, Callable]) -> None:
     for name, function in functions.items():
         if name != PAGED:
             model.__dict__[name] = _as_method(function).__get__(model)
-    generate = type(model).generate
+    model_class: Any = type(model)
+    generate = model_class.generate
     model.__dict__["generate"] = _generate(generate, functions[PAGED]).__get__(model)
 
 

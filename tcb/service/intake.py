@@ -1,66 +1,48 @@
-"""Makes requests of what users hand in, and submits them: prompts, ids, options, seeds, forks.
-
-It does not know threads, or what an engine does beyond saying which requests can run.
-"""
+"""Make requests of what users hand in, and submit them: prompts, ids, options, seeds, forks."""
 
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import index
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
-from tcb.engine import Engine
-from tcb.options.generation import GenerationOptions
-from tcb.options.seeds import draw_base_seed, request_seed
-from tcb.planning.request import Request, check_prompt, end_tokens
-from tcb.service.loop import Inbox
-from tcb.service.outputs import Collector, OutputRouter, failed_output
+from transformers import PreTrainedModel
 
+from tcb.engine import Engine
+from tcb.options.generation import GenerationOptions, read_options
+from tcb.options.seeds import draw_base_seed, request_seed
+from tcb.planning.config import ContinuousBatchingConfig, check
+from tcb.planning.limits import WorkloadHints
+from tcb.planning.request import Request
+from tcb.service.loop import Inbox, Loop, deadline_of, seconds_to
+from tcb.service.outputs import OutputRouter, failed_output
+
+# seconds that a request waits for room in a full queue, as in transformers
+QUEUE_TIMEOUT = 10.0
 # seconds between two looks at whether the loop that makes room is still there
 _LOOK_AGAIN = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What one call asks for, the same for all its prompts.
-
-    eos              ids that end a generation; None: those of the options
-    max_new_tokens   None: what the options make of the prompt's length
-    num_outputs      outputs per prompt: the request itself and its forks
-    """
-
-    options: GenerationOptions
-    eos: frozenset[int] | None
-    max_new_tokens: int | None
-    num_outputs: int
-    streaming: bool
-    record_timestamps: bool
 
 
 class Intake:
     """The way in: it numbers requests, and holds the options of those that bring none.
 
-    options                 what the generation config asks for
-    num_return_sequences    outputs per prompt: the request itself and its forks
-    num_ids                 ids `req_<n>` given so far; it goes on for life
+    options   generation options of requests to come
+    timeout   seconds that a request waits for room in a full queue
+    num_ids   ids `req_<n>` given so far; it goes on for life
     """
 
-    def __init__(self, router: OutputRouter, inbox: Inbox):
-        self._router, self._inbox = router, inbox
+    def __init__(self, router: OutputRouter, inbox: Inbox, loop: Loop, options: GenerationOptions):
+        self._router, self._inbox, self._loop = router, inbox, loop
         self._lock = threading.Lock()
         self._seed: int | None = None
         self._base_seed: int | None = None
         self._num_prompts = 0
         self.num_ids = 0
-        self.num_return_sequences = 1
-        self.options: GenerationOptions | None = None
+        self.options, self.timeout = options, QUEUE_TIMEOUT
 
     def use(self, options: GenerationOptions, seed: int | None) -> None:
         """Let requests to come have these options; draws start anew where `seed` is another."""
-        with self._lock:
-            self.options, self.num_return_sequences = options, options.num_return_sequences
+        self.options = options
         if seed != self._seed:
             self._seed = seed
             self.reseed()
@@ -74,35 +56,23 @@ class Intake:
         """Take away all that changes logits before a token is chosen."""
         self.options = self.options.without_processing()
 
-    def read_wish(
-        self, streaming: bool, record_timestamps: bool, options: Mapping[str, Any]
-    ) -> Wish:
-        """What the keywords of a call ask for; None leaves what the manager has.
-
-        Raises ValueError for a value out of range and TypeError for an unknown keyword.
-        """
-        options = dict(options)
-        eos, most = options.pop("eos_token_id", None), options.pop("max_new_tokens", None)
-        return Wish(
-            options=self.options.override(**options) if options else self.options,
-            eos=None if eos is None else end_tokens(eos),
-            max_new_tokens=None if most is None else _positive("max_new_tokens", most),
-            num_outputs=self.num_return_sequences,
-            streaming=bool(streaming),
-            record_timestamps=bool(record_timestamps),
-        )
-
     def add(
-        self, engine: Engine, tokens: Any, request_id: str | None, wish: Wish, timeout: float
+        self,
+        engine: Engine,
+        tokens: Any,
+        options: GenerationOptions,
+        request_id: str | None = None,
+        **flags: bool,
     ) -> str:
-        """Submit one prompt and return its id; wait `timeout` seconds for room in the queue.
+        """Submit one prompt and return its id.
 
-        Raises ValueError for what cannot be served, `queue.Full`, and RuntimeError after the end.
+        flags   `streaming` and `record_timestamps` of the request
+        Raises ValueError for what cannot be served, `queue.Full` if there was no room for 10 s, and
+        RuntimeError after the end.
         """
         name = self._next_id() if request_id is None else request_id
         try:
-            requests = self._make(engine, name, tokens, self._next_ordinal(), wish)
-            self._submit(requests, None, timeout)
+            self._submit(self._make(engine, name, tokens, options, flags), self.timeout)
         except ValueError:
             # serving code registers its handler first, and nothing will ever come for it
             if isinstance(name, str) and not self._router.is_live(name):
@@ -114,109 +84,155 @@ class Intake:
         self,
         engine: Engine,
         inputs: Iterable[Any],
-        wish: Wish,
-        collector: Collector | None = None,
-        timeout: float | None = None,
+        options: GenerationOptions,
+        awaited: bool = False,
+        **flags: bool,
     ) -> list[str]:
         """Submit many prompts and return their ids, in the order of `inputs`.
 
+        awaited  keep the last outputs for who takes them by id, and wait for room in the queue as
+                 long as the run goes on
         What cannot be served gets an output in its place, FAILED with the reason. The others are
-        submitted so that equal beginnings meet. Last outputs go to `collector` if there is one.
-        Without `timeout` it waits for room in the queue as long as the loop runs.
+        submitted so that equal beginnings meet.
         """
         ids, submissions = [], []
         for tokens in inputs:
-            name, ordinal = self._next_id(), self._next_ordinal()
-            ids.append(name)
+            ids.append(name := self._next_id())
+            if awaited:
+                self._router.expect(output_ids(name, options.num_return_sequences))
             try:
-                submissions.append(self._make(engine, name, tokens, ordinal, wish))
+                submissions.append(self._make(engine, name, tokens, options, flags))
             except ValueError as error:
-                self._refuse(name, tokens, error, wish.num_outputs, collector)
-        if engine.limits.share_prefixes:
+                self._refuse(name, tokens, error, options)
+        if engine.config.allow_block_sharing:
             submissions.sort(key=lambda requests: requests[0].prompt, reverse=True)
         for requests in submissions:
             try:
-                self._submit(requests, collector, timeout)
+                self._submit(requests, None if awaited else self.timeout)
             except (ValueError, RuntimeError) as error:
-                first = requests[0]
-                self._refuse(first.id, first.prompt, error, wish.num_outputs, collector)
+                self._refuse(requests[0].id, requests[0].prompt, error, options)
         return ids
 
-    def _make(self, engine, name, tokens, ordinal, wish):
+    def check_waiting(self, engine: Engine) -> None:
+        """End the requests that wait to be taken in and that this engine, built since, cannot
+        compute.
+        """
+        for requests in tuple(self._inbox.requests.queue):
+            try:
+                engine.check(len(requests[0].prompt), requests[0].max_new_tokens)
+            except ValueError as error:
+                for request in filter(self._router.holds, requests):
+                    self._router.fail_and_deliver(request, error)
+
+    def _make(
+        self,
+        engine: Engine,
+        name: str,
+        tokens: Any,
+        options: GenerationOptions,
+        flags: Mapping[str, bool],
+    ) -> list[Request]:
         """The request of a prompt, and its forks behind it."""
-        options = wish.options
-        prompt = check_prompt(tokens, engine.layers.num_embeddings)
-        new_tokens = wish.max_new_tokens or options.new_tokens_for(len(prompt))
+        ordinal = self._next_ordinal()
+        prompt = engine.read_prompt(tokens)
+        new_tokens = options.new_tokens_for(len(prompt))
         engine.check(len(prompt), new_tokens)
-        eos = options.eos if wish.eos is None else wish.eos
         now = perf_counter()
         return [
             Request(
                 id=name if child == 0 else _fork_id(name, child - 1),
                 prompt=prompt,
                 max_new_tokens=new_tokens,
-                eos=eos,
+                eos=options.eos,
                 sampling=options.sampling_for(self._seed_of(ordinal, child), child),
                 parent=None if child == 0 else name,
-                streaming=wish.streaming,
-                record_timestamps=wish.record_timestamps,
                 created_time=now,
-                processors=options.processors_for(prompt, new_tokens, eos),
+                processors=options.processors_for(prompt, new_tokens),
+                **flags,
             )
-            for child in range(wish.num_outputs)
+            for child in range(options.num_return_sequences)
         ]
 
-    def _submit(
-        self,
-        requests: Sequence[Request],
-        collector: Collector | None,
-        timeout: float | None,
-    ) -> None:
-        self._router.open(requests, collector)
-        deadline = None if timeout is None else monotonic() + timeout
-        # when the loop ends meanwhile, so do these
+    def _submit(self, requests: Sequence[Request], timeout: float | None) -> None:
+        """Open requests and leave them for the loop; where it has no room, wait or turn it."""
+        self._router.open(requests)
+        deadline = deadline_of(timeout)
+        # when the run ends meanwhile, so do these
         while self._router.holds(requests[0]):
-            left = _LOOK_AGAIN if deadline is None else deadline - monotonic()
+            left = seconds_to(deadline)
+            wait = _LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN)
+            is_unattended = self._loop.is_unattended
             try:
-                self._inbox.put(requests, min(max(left, 0), _LOOK_AGAIN))
+                self._inbox.put(requests, 0 if is_unattended else wait)
                 return
             except queue.Full:
-                if left <= 0:
+                if left == 0:
                     self._router.forget(requests)
                     raise
+                if is_unattended:
+                    self._loop.run_until(lambda: not self._inbox.requests.full(), left)
 
-    def _refuse(self, name, tokens, error, num_outputs, collector):
+    def _refuse(self, name: str, tokens: Any, error: Exception, options: GenerationOptions) -> None:
         """Outputs in place of a request, and of its forks, that were never submitted."""
-        for each in output_ids(name, num_outputs):
-            output = failed_output(each, _readable(tokens), str(error))
-            if collector is None:
-                self._router.deliver(output)
-            else:
-                collector.put(output)
+        self._router.deliver_batch(
+            failed_output(each, _readable(tokens), str(error))
+            for each in output_ids(name, options.num_return_sequences)
+        )
+        # who turns the loop may wait for nothing else
+        self._inbox.wake_up.set()
 
-    def _next_id(self):
+    def _next_id(self) -> str:
         with self._lock:
             while self._router.is_live(name := f"req_{self.num_ids}"):
                 self.num_ids += 1
             self.num_ids += 1
         return name
 
-    def _next_ordinal(self):
+    def _next_ordinal(self) -> int:
         with self._lock:
             self._num_prompts += 1
             return self._num_prompts - 1
 
-    def _seed_of(self, ordinal, child):
+    def _seed_of(self, ordinal: int, child: int) -> int:
         with self._lock:
             if self._base_seed is None:
                 self._base_seed = draw_base_seed(self._seed)
             return request_seed(self._base_seed, ordinal, child)
 
 
-def plain_wish(options: GenerationOptions, record_timestamps: bool) -> Wish:
-    """What options of their own ask for."""
-    outputs = options.num_return_sequences
-    return Wish(options, None, None, outputs, False, bool(record_timestamps))
+def options_of(model: PreTrainedModel, generation_config: Any) -> GenerationOptions:
+    """The options that a generation config asks for; those that were read already are left."""
+    if isinstance(generation_config, GenerationOptions):
+        return generation_config
+    return read_options(model, generation_config)
+
+
+def read_settings(config: Any) -> ContinuousBatchingConfig:
+    """A checked copy of a configuration of either package."""
+    settings = ContinuousBatchingConfig.read(config)
+    check(settings)
+    return settings
+
+
+def list_of_prompts(inputs: Any) -> list[Any]:
+    """The prompts one by one, whatever is in them. Raises TypeError for what holds no prompts."""
+    if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
+        kind = type(inputs).__name__
+        raise TypeError(
+            f"inputs is a {kind}; accepted: prompts, each a list of token ids, such as the "
+            "'input_ids' of a tokenizer's output"
+        )
+    return list(inputs)
+
+
+def hints_of(prompts: Iterable[Any], options: GenerationOptions, for_more: bool) -> WorkloadHints:
+    """What a call foretells of its requests; with `for_more`, others may follow that differ."""
+    lengths = [_length(prompt) for prompt in prompts]
+    return WorkloadHints(
+        max_prompt_length=max(lengths, default=0),
+        max_generated_length=options.max_new_tokens or 0,
+        num_requests=0 if for_more else len(lengths) * options.num_return_sequences,
+    )
 
 
 def output_ids(name: str, num_outputs: int) -> list[str]:
@@ -224,21 +240,19 @@ def output_ids(name: str, num_outputs: int) -> list[str]:
     return [*(_fork_id(name, i) for i in range(num_outputs - 1)), name]
 
 
-def _fork_id(name, number):
+def _fork_id(name: str, number: int) -> str:
     return f"{name}__child#{number}"
 
 
-def _positive(field, value):
+def _length(prompt: Any) -> int:
+    """Tokens of a prompt; 0 for what is none, which is refused later, alone."""
     try:
-        number = None if isinstance(value, bool) else index(value)
+        return len(prompt)
     except TypeError:
-        number = None
-    if number is None or number < 1:
-        raise ValueError(f"{field} is {value!r}; accepted: integers >= 1")
-    return number
+        return 0
 
 
-def _readable(tokens):
+def _readable(tokens: Any) -> list[Any]:
     """What is to be shown of a prompt that was refused."""
     plain = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return list(plain) if isinstance(plain, Iterable) else []

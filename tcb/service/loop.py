@@ -1,22 +1,22 @@
-"""The background thread: takes requests in, lets the engine step, and brings the outputs out.
+"""Turn the loop around an engine: take in what came, step, deliver what came out.
 
-It does not know how a user's prompt becomes a request, or what happens inside a step.
+Whoever waits for an output turns it, unless a background thread does (`start_thread`). One thread
+at a time is the driver.
 """
 
 import atexit
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
+import weakref
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Entry
+from time import monotonic
+from typing import TypeVar
 
 from tcb.engine import Engine
-from tcb.planning.request import Request
-from tcb.planning.state import Sequence as EngineSequence
-from tcb.planning.state import StepOutput
-from tcb.service.engine_keeper import plain_mode
+from tcb.planning.request import GenerationOutput, Request
+from tcb.planning.state import Sequence, StepOutput
 from tcb.service.outputs import OutputRouter, StreamedOutput, to_output
 from tcb.service.thread_status import BackgroundThreadStatus
 
@@ -26,21 +26,23 @@ CANCELLED = "the request was cancelled"
 HARD_STOPPED = "the request was not finished when the manager was told to stop at once (hard_stop)"
 NEVER_STARTED = "the manager stopped before the request was taken in"
 
+T = TypeVar("T")
+
 # seconds that the end of the process waits for a step to end
 _LAST_STEP = 10.0
 
 
 class Inbox:
-    """What other threads leave for the loop; an entry of `requests` is a request and its forks."""
+    """What any thread leaves for the driver; an entry of `requests` is a request and its forks."""
 
     def __init__(self, max_size: int):
-        self.requests: queue.Queue[Sequence[Request]] = queue.Queue(max_size)
+        self.requests: queue.Queue[Entry[Request]] = queue.Queue(max_size)
         self.cancellations: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.wake_up = threading.Event()
 
-    def put(self, requests: Sequence[Request], timeout: float | None) -> None:
+    def put(self, requests: Entry[Request], timeout: float) -> None:
         """Leave requests; `queue.Full` if there is no room within `timeout` seconds."""
-        self.requests.put(requests, timeout=timeout)
+        self.requests.put(requests, timeout > 0, timeout)
         self.wake_up.set()
 
     def cancel(self, request_id: str) -> None:
@@ -55,105 +57,244 @@ class Inbox:
 
 
 class Loop:
-    """One run of the background thread, from `start` to its end; it owns the engine while it runs.
+    """The rounds of one engine, run after run: `open`, then turns, then `close`.
 
-    on_end   called by the thread at its very end, with whether the engine is still of use
+    engine        the engine, between two runs too while it is kept; None while there is none
+    keeps_engine  whether the engine outlives the run
+    num_steps     batches of this run
+    is_open       whether a run goes on
+    thread        the background thread of the latest run that had one
+    on_close      called at the end of every run
     """
 
     def __init__(
         self,
-        engine: Engine,
         inbox: Inbox,
         router: OutputRouter,
         status: BackgroundThreadStatus,
-        on_end: Callable[[bool], None],
+        on_close: Callable[[], None],
     ):
+        self.engine: Engine | None = None
+        self.keeps_engine = self.is_open = False
         self.num_steps = 0
-        self.keep_engine = False
-        self._engine, self._inbox, self._router, self._status = engine, inbox, router, status
-        self._on_end = on_end
+        self.thread: threading.Thread | None = None
+        self._inbox, self._router, self._status, self._on_close = inbox, router, status, on_close
+        self._changed = router.changed
+        self._driver: threading.Thread | None = None
         # between batches somebody else may write the weights only while this is true
         self._idle = True
-        self._has_ended = False
-        router.expect_outputs()
-        self.thread = threading.Thread(target=self._run, name="continuous-batching", daemon=True)
+        # a thread that waits for news learns that the loop was dropped
+        weakref.finalize(self, inbox.wake_up.set).atexit = False
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it runs, in a thread of its own or of the caller."""
-        return self.thread.is_alive() and not self._has_ended
+    def has_thread(self) -> bool:
+        """Whether a background thread turns the loop, or will once its driver leaves."""
+        return self.thread is not None and self.thread.is_alive()
 
-    def start(self) -> None:
-        """Start the thread; requests left in the inbox before are taken in first."""
-        # a thread that dies inside torch when the process ends takes the process down with SIGABRT
-        atexit.register(self._end_with_process)
-        self.thread.start()
+    @property
+    def is_unattended(self) -> bool:
+        """Whether a run goes on that nobody drives."""
+        return self.is_open and self._driver is None and not self.has_thread
 
-    def run_here(self) -> None:
-        """Serve what is in the inbox in the calling thread, and return when all of it has ended.
+    @property
+    def is_accepting(self) -> bool:
+        """Whether a run goes on and nobody has asked it to stop."""
+        return self.is_open and self._status.can_accept_new_requests() is None
 
-        A second thread costs: on a CPU each has its own pool of workers, which then crowd out each
-        other. An interrupt of the user is raised again once every request has its end.
+    def open(self, engine: Engine) -> None:
+        """Begin a run; requests left in the inbox before are taken in first. `join` the last one
+        before.
         """
-        self.thread = threading.current_thread()
-        self._status.request_stop(self._status.FLUSH_AND_STOP)
-        self._run()
-        error = self._status.fatal_error
-        if error is not None and not isinstance(error, Exception):
-            raise error
+        self.engine, self.keeps_engine, self.num_steps, self._idle = engine, False, 0, True
+        self._status.clear()
+        self._router.expect_outputs()
+        self._inbox.wake_up.set()
+        self.is_open = True
 
-    def _end_with_process(self) -> None:
+    def start_thread(self) -> None:
+        """Let a thread of its own, a daemon, turn the loop to the end of the run."""
+        with self._changed:
+            if self.has_thread:
+                return
+            found = weakref.ref(self), self._inbox.wake_up
+            self.thread = threading.Thread(
+                target=_background, args=found, name="continuous-batching", daemon=True
+            )
+            self.thread.start()
+        _threaded.add(self)
+        # registered anew, to come before what was registered since
+        atexit.unregister(_end_threads)
+        atexit.register(_end_threads)
+
+    def run_until(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Return when `done()`, when no run is open, or after `timeout` seconds; until then turn
+        the loop, or wait while another thread does.
+
+        `done` is asked between turns and deliveries, and never again once it was true.
+        """
+        deadline = deadline_of(timeout)
+        try:
+            if self.become_driver(done, deadline):
+                self.drive(done, deadline)
+        finally:
+            self._leave()
+
+    def take(self, request_id: str | None, timeout: float | None) -> GenerationOutput | None:
+        """Take the next output, of this request if one is named; None if none can come, or none
+        came within `timeout` seconds.
+        """
+        output: GenerationOutput | None = None
+
+        def has_come() -> bool:
+            nonlocal output
+            with self._changed:
+                output = self._router.take(request_id)
+                return output is not None or not self._router.may_come(request_id)
+
+        self.run_until(has_come, timeout)
+        return output
+
+    def take_all(
+        self, request_ids: Iterable[str], count: Callable[[], object]
+    ) -> dict[str, GenerationOutput]:
+        """Take the awaited outputs of these requests by id, all that come; `count` is called for
+        each one when it has come.
+        """
+        missing, outputs = set(request_ids), {}
+
+        def have_come() -> bool:
+            with self._changed:
+                for output in self._router.take_arrived(missing):
+                    outputs[output.request_id] = output
+                    count()
+                return not self._router.may_any_come(missing)
+
+        self.run_until(have_come)
+        return outputs
+
+    def join(self, timeout: float | None) -> None:
+        """Wait for the end of the run and of its thread, `timeout` seconds at most."""
+        deadline = deadline_of(timeout)
+        self.run_until(lambda: not self.is_open, timeout)
+        if self.thread is not None:
+            self.thread.join(seconds_to(deadline))
+
+    def become_driver(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Wait until nobody drives, and do it; False if there is no need or no time any more."""
+        me = threading.current_thread()
+        with self._changed:
+            while not done() and self.is_open:
+                if self._driver is None and (me is self.thread or not self.has_thread):
+                    self._driver = me
+                    return True
+                left = seconds_to(deadline)
+                if left == 0:
+                    break
+                self._changed.wait(left)
+        return False
+
+    def drive(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Turn until `done()`, once at least; whether the run goes on, driven by this thread.
+
+        An error ends the run and every request. An interrupt of the user is raised again.
+        """
+        assert self.engine is not None
+        me, late = threading.current_thread(), False
+        try:
+            with self.engine.mode():
+                while not done() and self._driver is me and not late:
+                    if self.is_idle():
+                        self._inbox.wake_up.wait(seconds_to(deadline))
+                    else:
+                        self.turn()
+                    late = seconds_to(deadline) == 0
+        except BaseException as error:
+            is_interrupt = me is not self.thread and not isinstance(error, Exception)
+            if not is_interrupt:
+                logger.exception("the continuous batching loop died")
+            self._status.record_fatal_error(error)
+            self.keeps_engine = False
+            self.close(f"{type(error).__name__}: {error}")
+            if is_interrupt:
+                raise
+        return self._driver is me
+
+    def is_idle(self) -> bool:
+        """Whether a turn would find nothing to do."""
+        has_work = self.engine is not None and self.engine.has_work
+        return not (has_work or self._inbox.wake_up.is_set())
+
+    def turn(self) -> None:
+        """Take in what came, let the engine step, deliver what came out; or end the run."""
+        engine, status, inbox = self.engine, self._status, self._inbox
+        assert engine is not None
+        # cleared before anything is read: what comes after that makes the next turn
+        inbox.wake_up.clear()
+        if status.is_pause_requested():
+            self._stand_still(engine)
+        self._take_in(engine)
+        if status.local_status == status.HARD_STOP:
+            self._stop_at_once(engine)
+        elif engine.has_work:
+            self._step(engine)
+        self._idle = not engine.has_work and inbox.requests.empty()
+        if self._idle and status.local_status != status.DONT_STOP:
+            self.close(NEVER_STARTED)
+
+    def close(self, reason: str) -> None:
+        """End the run, whatever state the engine is in: what is live fails with `reason`, everybody
+        is let go, and the engine's memory is given back unless it is kept.
+        """
+        self._status.mark_as_stopped()
+        try:
+            if self.engine is not None and self.engine.has_work:
+                self._fail(self.engine.fail_all(), reason)
+            if not self.keeps_engine:
+                self.put_away()
+        except Exception:
+            logger.exception("the engine could not be put away")
+            self.engine = None
+        finally:
+            self._on_close()
+            self._router.close(reason, self._status.can_accept_new_requests())
+            self._inbox.clear()
+            with self._changed:
+                self.is_open, self._driver = False, None
+                self._changed.notify_all()
+
+    def put_away(self) -> None:
+        """Give the engine's memory back; no run may be open."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+    def end_thread(self) -> None:
+        """Stop the background thread at once, and wait for the end of its last step."""
         self._status.request_stop(self._status.HARD_STOP)
         self._inbox.wake_up.set()
-        self.thread.join(_LAST_STEP)
+        if self.thread is not None:
+            self.thread.join(_LAST_STEP)
 
-    def _run(self) -> None:
-        reason = NEVER_STARTED
-        try:
-            device = self._engine.layers.device
-            with _device_scope(device), plain_mode(device):
-                self._serve()
-        except BaseException as error:
-            logger.exception("the continuous batching loop died")
-            self._status.record_fatal_error(error)
-            reason = f"{type(error).__name__}: {error}"
-            self.keep_engine = False
-        finally:
-            self._finish(reason)
+    def _leave(self) -> None:
+        with self._changed:
+            if self._driver is threading.current_thread():
+                self._driver = None
+                self._changed.notify_all()
 
-    def _serve(self) -> None:
-        status = self._status
-        while status.local_status != status.HARD_STOP:
-            # cleared before the queues are read: what comes after that is seen by the wait
-            self._inbox.wake_up.clear()
-            if status.is_pause_requested():
-                self._stand_still()
-            self._take_in()
-            if self._engine.has_work:
-                self._step()
-            elif status.local_status == status.DONT_STOP:
-                self._idle = True
-                self._inbox.wake_up.wait()
-            elif self._inbox.requests.empty():
-                return
-        self._stop_at_once()
-
-    def _step(self) -> None:
+    def _step(self, engine: Engine) -> None:
         if self._idle:
-            self._engine.refresh_weights()
-            self._idle = False
-        landed = self._engine.step()
+            engine.refresh_weights()
+        landed = engine.step()
         self.num_steps += 1
         self._deliver(landed)
 
-    def _stand_still(self) -> None:
+    def _stand_still(self, engine: Engine) -> None:
         """Land what flies, wait for the end of the pause, and look what it did to the weights."""
-        for landed in self._engine.drain():
-            self._deliver(landed)
+        self._drain(engine)
         self._status.pause_and_wait()
-        self._engine.refresh_weights()
+        engine.refresh_weights()
 
-    def _take_in(self) -> None:
+    def _take_in(self, engine: Engine) -> None:
         """Submit what came and cancel what is to be cancelled.
 
         Cancellations are read first: whatever they name was put before, so it is submitted by now.
@@ -161,72 +302,75 @@ class Loop:
         """
         cancelled = _take_all(self._inbox.cancellations)
         for requests in _take_all(self._inbox.requests):
-            for request in requests:
-                if self._router.holds(request):
-                    self._submit(request)
+            for request in filter(self._router.holds, requests):
+                engine.submit(request)
         for request_id in cancelled:
-            ended = self._engine.cancel(request_id)
+            ended = engine.cancel(request_id)
             self._fail(ended, CANCELLED)
             if not ended and self._router.is_live(request_id):
                 self._inbox.cancellations.put(request_id)
 
-    def _submit(self, request: Request) -> None:
-        try:
-            self._engine.submit(request)
-        except ValueError as error:
-            self._router.fail_and_deliver(request, error)
+    def _stop_at_once(self, engine: Engine) -> None:
+        self._drain(engine)
+        # one by one, and not `fail_all`, which forgets the cache: it may be kept
+        for sequence in (*engine.running, *engine.waiting):
+            self._fail(engine.cancel(sequence.request.id), HARD_STOPPED)
+
+    def _drain(self, engine: Engine) -> None:
+        for landed in engine.drain():
+            self._deliver(landed)
 
     def _deliver(self, landed: StepOutput) -> None:
-        outputs = [StreamedOutput.of(sequence) for sequence in landed.streamed]
+        outputs: list[GenerationOutput] = [
+            StreamedOutput.of(sequence) for sequence in landed.streamed
+        ]
         outputs += [to_output(sequence) for sequence in landed.finished]
         if outputs:
             self._router.deliver_batch(outputs)
 
-    def _fail(self, sequences: Iterable[EngineSequence], error: str) -> None:
+    def _fail(self, sequences: Iterable[Sequence], error: str) -> None:
         self._router.deliver_batch([to_output(sequence, error) for sequence in sequences])
 
-    def _stop_at_once(self) -> None:
-        for landed in self._engine.drain():
-            self._deliver(landed)
-        # one by one, and not `fail_all`, which forgets the cache: it may be kept
-        for request_id in list(self._engine.state.seq_ids):
-            self._fail(self._engine.cancel(request_id), HARD_STOPPED)
-        for requests in _take_all(self._inbox.requests):
-            for request in filter(self._router.holds, requests):
-                self._router.fail_and_deliver(request, HARD_STOPPED)
 
-    def _finish(self, reason: str) -> None:
-        """Bring every request to an end and let everybody go, whatever state the engine is in."""
-        self._status.mark_as_stopped()
-        try:
-            if self._engine.has_work:
-                self._fail(self._engine.fail_all(), reason)
-            if not self.keep_engine:
-                self._engine.close()
-        except Exception:
-            logger.exception("the engine could not be put away")
-            self.keep_engine = False
-        finally:
-            self._on_end(self.keep_engine)
-            self._router.close(reason, self._status.can_accept_new_requests())
-            self._inbox.clear()
-            atexit.unregister(self._end_with_process)
-            del self._engine
-            self._has_ended = True
+_threaded: "weakref.WeakSet[Loop]" = weakref.WeakSet()
 
 
-def _take_all(source):
+def _background(find: "weakref.ref[Loop]", wake_up: threading.Event) -> None:
+    """The background thread. While it waits for news it does not hold the loop, and with it the
+    engine and the model: if all others drop them, they are gone, and the thread ends.
+    """
+    loop = find()
+    if loop is None or not loop.become_driver(lambda: False):
+        return
+    while loop is not None and loop.drive(loop.is_idle):
+        loop = None
+        wake_up.wait()
+        loop = find()
+
+
+def _end_threads() -> None:
+    """Called when the process ends: a thread that died inside torch would take the process down
+    with SIGABRT.
+    """
+    for loop in tuple(_threaded):
+        loop.end_thread()
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """The instant that is `timeout` seconds from now; None is never."""
+    return None if timeout is None else monotonic() + timeout
+
+
+def seconds_to(deadline: float | None) -> float | None:
+    """Seconds left, 0 at least; None is for ever."""
+    return None if deadline is None else max(deadline - monotonic(), 0.0)
+
+
+def _take_all(source: "queue.Queue[T] | queue.SimpleQueue[T]") -> list[T]:
     """Everything that is in a queue now."""
-    taken = []
+    taken: list[T] = []
     while True:
         try:
             taken.append(source.get_nowait())
         except queue.Empty:
             return taken
-
-
-def _device_scope(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current one of this thread; nothing where there is but one."""
-    if device.type == "cpu":
-        return nullcontext()
-    return torch.get_device_module(device).device(device)

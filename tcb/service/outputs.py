@@ -1,6 +1,6 @@
-"""Brings outputs to whoever waits for them: a handler, a collector, or the queue that all read.
+"""Bring outputs to whoever asked for them: a handler, `wait`, or the queue that all read.
 
-It does not know how tokens come about, or which thread makes them.
+Who waits for an output waits in `loop`; here is what has come, and whether more may.
 """
 
 import asyncio
@@ -8,9 +8,9 @@ import logging
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from time import monotonic, perf_counter
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Set
+from time import perf_counter
+from typing import Any
 
 from tcb.planning.request import GenerationOutput, Request, RequestStatus
 from tcb.planning.state import Sequence
@@ -58,6 +58,8 @@ class StreamedOutput(GenerationOutput):
     and an output nobody reads costs nothing that grows with the text.
     """
 
+    _source: tuple[Sequence, int, int]
+
     @classmethod
     def of(cls, sequence: Sequence) -> "StreamedOutput":
         """The output of a sequence as it stands now."""
@@ -69,11 +71,12 @@ class StreamedOutput(GenerationOutput):
             output.timestamps = list(sequence.timestamps)
         return output
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         # called for what `of` has not set; a list that was made is kept like any attribute
         if name not in ("prompt_ids", "generated_tokens", "logprobs"):
             raise AttributeError(name)
         sequence, num_tokens, num_logprobs = self._source
+        made: list[Any]
         if name == "prompt_ids":
             made = list(sequence.request.prompt)
         elif name == "generated_tokens":
@@ -83,12 +86,12 @@ class StreamedOutput(GenerationOutput):
         self.__dict__[name] = made
         return made
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationOutput):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return GenerationOutput, tuple(getattr(self, name) for name in _FIELDS)
 
 
@@ -123,15 +126,16 @@ class OutputQueue:
     def get(self, block: bool = True, timeout: float | None = None) -> GenerationOutput:
         """Take the oldest output; `queue.Empty` if none comes within `timeout` seconds."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._outputs, timeout if block else 0):
+            self._changed.wait_for(lambda: self._outputs, timeout if block else 0)
+            if (output := self.take()) is None:
                 raise queue.Empty
-            return self.take(None)
+            return output
 
     def get_nowait(self) -> GenerationOutput:
         """Take the oldest output; `queue.Empty` if there is none."""
         return self.get(block=False)
 
-    def take(self, request_id: str | None) -> GenerationOutput | None:
+    def take(self, request_id: str | None = None) -> GenerationOutput | None:
         """Take the oldest output, of this request if one is named; None if there is none."""
         with self._changed:
             if request_id is None:
@@ -152,35 +156,31 @@ class OutputQueue:
         return number
 
 
-class Collector(Protocol):
-    """Where the last outputs of one call go: a queue, or whatever takes them as they come."""
-
-    def put(self, output: GenerationOutput) -> None: ...
-
-
 class OutputRouter:
-    """Knows which requests are live and who waits for what; each live one gets one last output.
+    """Knows which requests are live and where their outputs go; each gets one last output.
 
-    An output goes to the collector of its request, else to its handler, else into `output_queue`.
-    Any thread may call any method.
+    The last output of an awaited request (`expect`) is kept until it is taken by id; any other
+    output goes to the handler of its request, else into `output_queue`. Any thread may call any
+    method. `changed` is notified when an output came, when a request ended, and when nothing can
+    come any more.
     """
 
-    def __init__(self):
-        self._changed = threading.Condition(threading.RLock())
-        self.output_queue = OutputQueue(self._changed)
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.output_queue = OutputQueue(self.changed)
         self.result_handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
-        self._collectors: dict[str, Collector] = {}
         self._live: dict[str, Request] = {}
+        self._awaited: dict[str, bool] = {}
+        self._arrived: dict[str, GenerationOutput] = {}
         self._closed: str | None = None
         self._fed = False
 
-    def open(self, requests: Iterable[Request], collector: Collector | None = None) -> None:
+    def open(self, requests: Collection[Request]) -> None:
         """Note that these requests are live from now on, all of them or none.
 
         Raises ValueError if the id of one is that of a live request, RuntimeError after `close`.
         """
-        requests = list(requests)
-        with self._changed:
+        with self.changed:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
             for request in requests:
@@ -188,18 +188,27 @@ class OutputRouter:
                     raise ValueError(
                         f"request_id is {request.id!r}; accepted: ids of no live request"
                     )
-            for request in requests:
-                self._live[request.id] = request
-                if collector is not None:
-                    self._collectors[request.id] = collector
+            self._live.update((request.id, request) for request in requests)
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Take back `open`: the requests were never submitted, and nobody waits for them."""
-        with self._changed:
+        with self.changed:
             for request in requests:
                 self._live.pop(request.id, None)
-                self._collectors.pop(request.id, None)
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """Keep the last outputs of these requests, about to be opened, for who takes them by id."""
+        with self.changed:
+            self._awaited.update(dict.fromkeys(request_ids, True))
+
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """Nobody will take these any more: forget what has come, and what is still to come."""
+        with self.changed:
+            for request_id in request_ids:
+                self._arrived.pop(request_id, None)
+                if request_id in self._awaited:
+                    self._awaited[request_id] = False
 
     def is_live(self, request_id: str) -> bool:
         """Whether a last output of this id is still to come."""
@@ -211,17 +220,17 @@ class OutputRouter:
 
     def expect_outputs(self) -> None:
         """A loop runs from now on: waiting makes sense, and requests may be opened."""
-        with self._changed:
+        with self.changed:
             self._closed, self._fed = None, True
 
-    def close(self, error: str, refusal: str) -> None:
+    def close(self, error: str, refusal: str | None) -> None:
         """No loop runs any more: what is live fails with `error`, `open` raises `refusal`, and
         nobody waits.
         """
-        with self._changed:
+        with self.changed:
             self._closed, self._fed = refusal, False
             self.deliver_batch([_unrun(request, error) for request in list(self._live.values())])
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def deliver(self, output: GenerationOutput) -> None:
         """Bring one output where it belongs."""
@@ -230,7 +239,7 @@ class OutputRouter:
     def deliver_batch(self, outputs: Iterable[GenerationOutput]) -> None:
         """Bring outputs where they belong, in order; every event loop is called once."""
         calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, GenerationOutput]]] = {}
-        with self._changed:
+        with self.changed:
             for output in outputs:
                 self._route(output, calls)
             for loop, batch in calls.items():
@@ -245,9 +254,9 @@ class OutputRouter:
 
         It is forgotten after the last output of the request, whether that is to come or was there.
         """
-        with self._changed:
+        with self.changed:
             batch = []
-            while (output := self.output_queue.take(request_id)) is not None:
+            while (output := self.take(request_id)) is not None:
                 batch.append((handler, output))
             if not (batch and batch[-1][1].is_finished()):
                 self.result_handlers[request_id] = (handler, loop)
@@ -256,47 +265,58 @@ class OutputRouter:
 
     def unregister(self, request_id: str) -> None:
         """Forget the handler of an id under which nothing will come."""
-        with self._changed:
+        with self.changed:
             self.result_handlers.pop(request_id, None)
 
-    def take(
-        self, request_id: str | None = None, timeout: float | None = None
-    ) -> GenerationOutput | None:
-        """The oldest output, of this request if one is named; waits while one may come.
-
-        None at once if none can come: no loop runs, or the named request is not live. None too
-        after `timeout` seconds.
+    def take(self, request_id: str | None = None) -> GenerationOutput | None:
+        """Take the oldest output there is, of this request if one is named; None if there is none.
+        Outputs that are awaited are only taken by name.
         """
-        deadline = None if timeout is None else monotonic() + timeout
-        with self._changed:
-            while (output := self.output_queue.take(request_id)) is None:
-                left = None if deadline is None else deadline - monotonic()
-                if not self._may_come(request_id) or (left is not None and left <= 0):
-                    return None
-                self._changed.wait(left)
-            return output
+        with self.changed:
+            if request_id is not None and request_id in self._arrived:
+                return self._arrived.pop(request_id)
+            return self.output_queue.take(request_id)
 
-    def _may_come(self, request_id):
+    def take_arrived(self, request_ids: set[str]) -> list[GenerationOutput]:
+        """Take what has come of these awaited requests, whose ids are taken out of the set."""
+        with self.changed:
+            arrived = [self._arrived.pop(each) for each in request_ids & self._arrived.keys()]
+        request_ids.difference_update(output.request_id for output in arrived)
+        return arrived
+
+    def may_come(self, request_id: str | None = None) -> bool:
+        """Whether an output may still come, of this request if one is named."""
         return self._fed and (request_id is None or request_id in self._live)
 
-    def _route(self, output, calls):
+    def may_any_come(self, request_ids: Set[str]) -> bool:
+        """Whether an output of one of these may still come; the first live request mostly tells."""
+        with self.changed:
+            return self._fed and not request_ids.isdisjoint(self._live)
+
+    def _route(
+        self,
+        output: GenerationOutput,
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, GenerationOutput]]],
+    ) -> None:
         request_id, ended = output.request_id, output.is_finished()
-        collector = self._collectors.get(request_id)
         handler = self.result_handlers.get(request_id)
+        awaited = self._awaited.get(request_id)
         if ended:
             self._live.pop(request_id, None)
-            self._collectors.pop(request_id, None)
+            self._awaited.pop(request_id, None)
             self.result_handlers.pop(request_id, None)
-            # who waits for this id has to see that its end went elsewhere
-            self._changed.notify_all()
-        if collector is not None:
-            collector.put(output)
-        elif handler is not None:
+            # who waits for this id has to see its end, wherever that went
+            self.changed.notify_all()
+        if awaited and ended:
+            self._arrived[request_id] = output
+        elif awaited is None and handler is not None:
             calls.setdefault(handler[1], []).append((handler[0], output))
-        else:
+        elif awaited is None:
             self.output_queue.put(output)
 
-    def _call_soon(self, loop, batch):
+    def _call_soon(
+        self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Handler, GenerationOutput]]
+    ) -> None:
         """Hand a batch to its event loop; if that is closed, the outputs are there for all."""
         try:
             loop.call_soon_threadsafe(_call_handlers, batch)
@@ -307,11 +327,11 @@ class OutputRouter:
                 self.output_queue.put(output)
 
 
-def _unrun(request, error):
+def _unrun(request: Request, error: str) -> GenerationOutput:
     return failed_output(request.id, request.prompt, error, request.created_time)
 
 
-def _call_handlers(batch):
+def _call_handlers(batch: Iterable[tuple[Handler, GenerationOutput]]) -> None:
     """Call every handler; one that raises is logged, and the others get theirs."""
     for handler, output in batch:
         try:

@@ -299,7 +299,7 @@ def test_serve_learns_that_the_worker_died(serving, monkeypatch):
     def broken():
         raise ArithmeticError("the device is gone")
 
-    monkeypatch.setattr(server._cb._keeper.engine, "step", broken)
+    monkeypatch.setattr(server._cb._loop.engine, "step", broken)
     generation = GenerationConfig(max_new_tokens=NEW)
 
     async def ask():

@@ -177,7 +177,7 @@ def test_a_request_that_can_never_fit_is_refused_alone(references):
     model, prompts, expected = references("llama")
     engine = new_engine(model, page_size=8, num_blocks=12)
     with pytest.raises(ValueError, match="accepted: at most 96 "):
-        engine.submit(Request("huge", tuple(prompts[5]), 64))
+        engine.check(len(prompts[5]), 64)
     assert serve(engine, prompts, NEW_TOKENS) == expected
 
 

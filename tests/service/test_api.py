@@ -18,7 +18,8 @@ from transformers.generation import ContinuousMixin
 import tcb
 from tcb import ContinuousBatchingManager as Manager
 from tcb.model.twin import plain_model
-from tcb.service.arguments import hints_of
+from tcb.options.generation import read_options
+from tcb.service.intake import hints_of
 from tests.support.calling import NEW, SMALL, generate, tokens
 from tests.support.families import REFUSED
 from tests.support.reference import alone, prompts_of
@@ -224,7 +225,7 @@ def test_the_caller_gets_everything_back_as_it_was(tiny, prompts, expected):
 def test_under_any_mode_of_the_caller(tiny, prompts, expected, mode):
     with mode():
         assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected
-    engine = tiny._cached_continuous_batching_manager._keeper.engine
+    engine = tiny._cached_continuous_batching_manager._loop.engine
     assert engine.layers.dtype == torch.float32
     assert tokens(generate(tiny, prompts, persistent_manager=True)) == expected
     with mode():
@@ -281,11 +282,12 @@ def test_wrapped_models(tiny, prompts, expected):
         generate(torch.nn.Linear(1, 1), prompts)
 
 
-def test_hints():
+def test_hints(tiny):
     config = GenerationConfig(max_new_tokens=9, num_return_sequences=2, do_sample=True)
-    hints = hints_of([[1], [1, 2, 3], None], config, for_more=False)
+    hints = hints_of([[1], [1, 2, 3], None], read_options(tiny, config), for_more=False)
     assert hints == tcb.WorkloadHints(3, 9, 6)
-    assert hints_of([[1]], GenerationConfig(), for_more=True) == tcb.WorkloadHints(1, 0, 0)
+    plain = read_options(tiny, GenerationConfig())
+    assert hints_of([[1]], plain, for_more=True) == tcb.WorkloadHints(1, 0, 0)
 
 
 def test_a_call_of_its_own_runs_in_the_callers_thread(tiny, prompts, expected, monkeypatch):

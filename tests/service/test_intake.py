@@ -127,7 +127,7 @@ def test_eos_and_limits_of_a_request_go_before_the_config(manager):
 
 def test_a_full_queue_blocks_then_raises(new, engines):
     manager = new(max_queue_size=1)
-    manager._queue_timeout = 0.1
+    manager._intake.timeout = 0.1
     manager.add_request([1])
     since = monotonic()
     with pytest.raises(queue.Full):

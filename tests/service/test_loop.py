@@ -6,7 +6,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from tests.support.fake_engine import tokens_after
+from tests.support.fake_engine import FakeEngine, tokens_after
 from tests.support.waiting import SOON, in_thread, is_done, is_failed, until
 
 # cancelling
@@ -237,15 +237,17 @@ def test_an_engine_that_cannot_even_be_put_away(held, engines, monkeypatch):
     until(lambda: not held.is_running())
 
 
-def test_a_request_that_the_engine_refuses_ends_alone(manager, engines, monkeypatch):
-    submit = engines[-1].submit
+def test_a_request_that_another_engine_cannot_compute_ends_alone(new, engines, monkeypatch):
+    manager = new()
+    names = manager.add_requests([[6], [7] * 9, [8]])
 
-    def picky(request):
-        if request.prompt == (7,):
-            raise ValueError("seven is not served")
-        submit(request)
+    def short(engine, prompt_length, max_new_tokens):
+        if prompt_length > 5:
+            raise ValueError(f"{prompt_length} positions; accepted: at most 5")
 
-    monkeypatch.setattr(engines[-1], "submit", picky)
-    names = manager.add_requests([[6], [7], [8]])
-    assert is_failed(manager.get_result(names[1]), "seven")
+    monkeypatch.setattr(FakeEngine, "check", short)
+    manager.adapt(manager.generation_config, {"page_size": 8})
+    manager.start()
+    assert len(engines) == 2
+    assert is_failed(manager.get_result(names[1]), "accepted: at most 5")
     assert is_done(manager.get_result(names[0]), [6]) and is_done(manager.get_result(names[2]), [8])

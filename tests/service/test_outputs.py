@@ -11,7 +11,9 @@ import pytest
 
 from tcb.planning.request import GenerationOutput, Request, RequestStatus
 from tcb.planning.state import Sequence
+from tcb.service.loop import Inbox, Loop
 from tcb.service.outputs import OutputRouter, StreamedOutput, failed_output, to_output
+from tcb.service.thread_status import BackgroundThreadStatus
 from tests.support.waiting import SOON, in_thread
 
 
@@ -137,64 +139,76 @@ def test_outputs_are_taken_oldest_first_by_id_or_not(router):
 # waiting
 
 
-def test_who_waits_for_one_request_leaves_the_others(router):
+@pytest.fixture
+def take(router):
+    """What `get_result` does while another thread turns the loop."""
+    loop = Loop(Inbox(0), router, BackgroundThreadStatus(), lambda: None)
+    loop.is_open, loop._driver = True, threading.Thread()
+    return lambda request_id=None, timeout=None: loop.take(request_id, timeout)
+
+
+def test_who_waits_for_one_request_leaves_the_others(router, take):
     router.open([request("a"), request("b")])
-    waits = in_thread(lambda: router.take("b"))
+    waits = in_thread(take, "b")
     router.deliver(output("a", [1], ended=True))
     router.deliver(output("b", [2], ended=True))
     assert waits().generated_tokens == [2]
-    assert router.take("a").generated_tokens == [1]
+    assert take("a").generated_tokens == [1]
 
 
-def test_nobody_waits_for_what_cannot_come(router):
-    assert router.take("unknown") is None
+def test_nobody_waits_for_what_cannot_come(router, take):
+    assert take("unknown") is None
     router.open([request("a")])
     router.deliver(output("a", ended=True))
-    assert router.take().request_id == "a"
-    assert router.take("a") is None
+    assert take().request_id == "a"
+    assert take("a") is None
     router.close("error", "refusal")
-    assert router.take() is None
+    assert take() is None
 
 
 def test_without_a_loop_nobody_waits():
     router = OutputRouter()
     router.open([request("a")])
-    assert router.take() is None and router.take("a") is None
+    assert not router.may_come() and not router.may_come("a")
+    router.expect_outputs()
+    assert router.may_come() and router.may_come("a") and not router.may_come("b")
 
 
-def test_a_timeout_ends_waiting(router):
+def test_a_timeout_ends_waiting(router, take):
     router.open([request("a")])
     since = monotonic()
-    assert router.take("a", timeout=0.05) is None
+    assert take("a", timeout=0.05) is None
     assert 0.05 <= monotonic() - since < SOON
-    assert router.take(timeout=0) is None
+    assert take(timeout=0) is None
 
 
-def test_of_two_who_wait_for_one_output_both_get_an_end(router):
+def test_of_two_who_wait_for_one_output_both_get_an_end(router, take):
     router.open([request("a")])
-    both = [in_thread(lambda: router.take("a")) for _ in range(2)]
+    both = [in_thread(take, "a") for _ in range(2)]
     sleep(0.02)
     router.deliver(output("a", ended=True))
     results = [wait() for wait in both]
     assert [result is None for result in results].count(True) == 1
 
 
-def test_who_waits_for_an_output_that_goes_elsewhere_gets_an_end(router):
-    router.open([request("a")], queue.SimpleQueue())
-    waits = in_thread(router.take, "a")
-    sleep(0.02)
-    router.deliver(output("a", ended=True))
-    assert waits() is None
+def test_who_waits_for_an_output_that_goes_elsewhere_gets_an_end(router, take):
+    async def main():
+        router.register("a", print, asyncio.get_running_loop())
+        router.open([request("a")])
+        waits = in_thread(take, "a")
+        await asyncio.sleep(0.02)
+        router.deliver(output("a", ended=True))
+        assert waits() is None
+
+    asyncio.run(main())
 
 
-def test_close_ends_everything(router):
-    collector = queue.SimpleQueue()
-    router.open([request("a"), request("b")])
-    router.open([request("c")], collector)
-    waits = in_thread(lambda: router.take("b"))
-    idle = in_thread(lambda: OutputRouter.take(router, "a"))
+def test_close_ends_everything(router, take):
+    router.expect(["c"])
+    router.open([request("a"), request("b"), request("c")])
+    waits, idle = in_thread(take, "b"), in_thread(take, "a")
     router.close("the error", "the refusal")
-    for ended in (waits(), idle(), collector.get(timeout=SOON)):
+    for ended in (waits(), idle(), router.take("c")):
         assert (ended.status, ended.error) == (RequestStatus.FAILED, "the error")
         assert ended.prompt_ids == [1, 2]
     assert not any(map(router.is_live, "abc"))
@@ -217,14 +231,29 @@ def test_ids_of_live_requests_are_refused_all_or_none(router):
     router.open([request("a")])
 
 
-def test_collected_outputs_go_nowhere_else(router):
-    collector = queue.SimpleQueue()
-    router.open([request("a")], collector)
-    router.deliver(output("a", ended=True))
-    assert collector.get(timeout=SOON).request_id == "a"
-    assert router.output_queue.empty()
+def test_awaited_outputs_are_taken_by_id_only(router):
+    router.expect(["a", "b", "c"])
+    router.open([request(name) for name in "abcd"])
+    for name in "abcd":
+        router.deliver(output(name, ended=True))
+    assert router.take().request_id == "d" and router.take() is None
+    wanted = {"a", "b", "unknown"}
+    assert {each.request_id for each in router.take_arrived(wanted)} == {"a", "b"}
+    assert wanted == {"unknown"} and not router.may_any_come(wanted)
+    assert router.take("c").request_id == "c" and router.take("c") is None
+    # a later request of the id is one like any other
     router.deliver(output("a"))
-    assert not router.output_queue.empty()
+    assert router.take().request_id == "a"
+
+
+def test_abandoned_outputs_go_nowhere(router):
+    router.expect(["a", "b"])
+    router.open([request("a"), request("b")])
+    router.deliver(output("a", ended=True))
+    router.abandon(["a", "b", "unknown"])
+    router.deliver(output("b", ended=True))
+    assert [router.take(name) for name in ("a", "b", None)] == [None] * 3
+    assert not router.is_live("b")
 
 
 # handlers

@@ -54,31 +54,31 @@ def test_a_body_that_raises_does_not_wait_for_its_requests(tiny):
 def test_a_persistent_manager_keeps_its_prefixes_and_its_count(tiny, prompts, expected):
     first = generate(tiny, prompts, persistent_manager=True)
     manager = tiny._cached_continuous_batching_manager
-    engine = manager._keeper.engine
+    engine = manager._loop.engine
     assert engine is not None and not manager.is_running()
     second = generate(tiny, prompts, persistent_manager=True)
     assert list(second) == ["req_4", "req_5", "req_6", "req_7"]
     assert tokens(first) == tokens(second) == expected
     assert tiny._cached_continuous_batching_manager is manager
-    assert manager._keeper.engine is engine
+    assert manager._loop.engine is engine
     assert tokens(generate(tiny, prompts)) == expected
     assert not hasattr(tiny, "_cached_continuous_batching_manager")
-    assert manager._keeper.engine is None
+    assert manager._loop.engine is None
 
 
 def test_a_persistent_manager_honours_what_a_later_call_wants(tiny, prompts, expected):
     generate(tiny, prompts, persistent_manager=True)
     manager = tiny._cached_continuous_batching_manager
-    engine = manager._keeper.engine
+    engine = manager._loop.engine
     short = tcb.generate_batch(tiny, prompts, max_new_tokens=2, persistent_manager=True)
     assert tokens(short) == [each[:2] for each in expected]
-    assert manager._keeper.engine is engine and manager.continuous_batching_config.page_size == 8
+    assert manager._loop.engine is engine and manager.continuous_batching_config.page_size == 8
     other = SMALL | {"page_size": 16}
     again = generate(tiny, prompts, continuous_batching_config=other, persistent_manager=True)
     assert tokens(again) == expected
-    assert manager._keeper.engine is not engine
+    assert manager._loop.engine is not engine
     assert manager.continuous_batching_config.page_size == 16
-    assert not manager._keeper.engine.options.needs_history
+    assert not manager._loop.engine.options.needs_history
     with_history = generate(
         tiny,
         prompts,
@@ -181,7 +181,7 @@ def test_prefixes_outlive_a_session(tiny, hard_stop):
     if hard_stop:
         manager.add_request(prompt[:1], max_new_tokens=300)
     manager.stop(keep_for_next_session=True, hard_stop=hard_stop)
-    runner, counts = manager._keeper.engine._runner, []
+    runner, counts = manager._loop.engine._runner, []
     launch = runner.launch
 
     def counting(packed, *rest):
@@ -211,7 +211,7 @@ def test_an_interrupted_call_leaves_nothing_running(tiny, monkeypatch):
         self.add_request([1, 2], max_new_tokens=400)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tcb.ContinuousBatchingManager, "collect", interrupted)
+    monkeypatch.setattr(tcb.ContinuousBatchingManager, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(tiny, [[1, 2]])
     assert not managers[0].is_running()

@@ -6,14 +6,14 @@ reaches the engines that managers built through `FakeEngine.built`.
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from time import sleep
-from types import SimpleNamespace
 
-import torch
-
+from tcb.engine import Engine
 from tcb.planning.groups import Layer, group_layers
 from tcb.planning.limits import Limits
+from tcb.planning.request import check_prompt
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,
@@ -70,11 +70,11 @@ class FakeEngine:
 
     def __init__(self, model, options, config, hints=None):
         self.model, self.options, self.config, self.hints = model, options, config, hints
-        self.layers = SimpleNamespace(num_embeddings=VOCAB, device=torch.device("cpu"))
         page_size = LIMITS.page_size if config.page_size == 256 else config.page_size
         share = config.allow_block_sharing
         self.limits = replace(LIMITS, share_prefixes=share, page_size=page_size)
         self.state = new_state(group_layers([Layer(0, None, 1, 8, 8)]), self.limits)
+        self._place = model.device, model.dtype
         self.go, self.entered = threading.Event(), threading.Event()
         self.go.set()
         self.pace = 0.0
@@ -87,6 +87,26 @@ class FakeEngine:
     @property
     def has_work(self):
         return bool(self.state.waiting or self.state.running)
+
+    @property
+    def running(self):
+        return tuple(self.state.running.values())
+
+    @property
+    def waiting(self):
+        return tuple(self.state.waiting.values())
+
+    def serves(self, options, config):
+        return Engine.serves(self, options, config)
+
+    def resolved(self, config):
+        return Engine.resolved(self, config)
+
+    def mode(self):
+        return nullcontext()
+
+    def read_prompt(self, tokens):
+        return check_prompt(tokens, VOCAB)
 
     def check(self, prompt_length, max_new_tokens):
         if prompt_length + max_new_tokens - 1 > self.limits.max_length:
@@ -131,7 +151,7 @@ class FakeEngine:
 
     def fail_all(self):
         self._called()
-        live = [*self.state.running.values(), *self.state.waiting.values()]
+        live = [*self.running, *self.waiting]
         for sequence in live:
             apply_cancel(self.state, sequence.request.id)
         return live

@@ -3,7 +3,7 @@
 import pytest
 from transformers import GenerationConfig
 
-import tcb.service.engine_keeper
+import tcb.service.manager
 from tcb.api import destroy_cached_continuous_batching_manager
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.service.manager import ContinuousBatchingManager
@@ -39,7 +39,7 @@ def nothing_kept(tiny):
 
 @pytest.fixture
 def engines(monkeypatch):
-    monkeypatch.setattr(tcb.service.engine_keeper, "Engine", FakeEngine)
+    monkeypatch.setattr(tcb.service.manager, "Engine", FakeEngine)
     monkeypatch.setattr(FakeEngine, "built", [], raising=False)
     return FakeEngine.built
 
