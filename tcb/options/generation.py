@@ -8,19 +8,18 @@ request. Nothing that a caller hands in is written.
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index, not_
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from tcb.options.processors import build_processors, need_history
 from tcb.options.seeds import request_seed
 from tcb.planning.request import SamplingParams, end_tokens
-from tcb.planning.rules import is_integer, is_number
+from tcb.planning.rules import Rule, is_integer, is_number
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 
@@ -40,47 +39,46 @@ def _is_length(value: Any) -> bool:
         return False
 
 
-# option -> which values are honoured, and the same in words. Sampling options are checked where
-# they have a say, all others always.
-_ALWAYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_beams": (_is_one, "1 (there is no beam search)"),
-    "constraints": (_is_none, "None (there is no beam search)"),
-    "force_words_ids": (_is_none, "None (there is no beam search)"),
-    "stop_strings": (_is_none, "None (there is no tokenizer)"),
-    "token_healing": (not_, "False (there is no tokenizer)"),
-    "max_time": (_is_none, "None"),
-    "guidance_scale": (_is_one, "1 (there is no second forward)"),
-    "penalty_alpha": (not_, "None (there is no contrastive search)"),
-    "dola_layers": (_is_none, "None"),
-    "prompt_lookup_num_tokens": (_is_none, "None (nothing is speculated)"),
-    "assistant_early_exit": (_is_none, "None (nothing is speculated)"),
-    "use_mtp": (not_, "False (nothing is speculated)"),
-    "speculation_type": (_is_none, "None (nothing is speculated)"),
-    "is_assistant": (not_, "False (nothing is speculated)"),
-    "output_attentions": (not_, "False"),
-    "output_hidden_states": (not_, "False"),
-    "output_scores": (not_, "False"),
-    "output_logits": (not_, "False"),
-    "return_dict_in_generate": (not_, "False"),
-    "cache_implementation": (
-        lambda value: value in (None, "paged", "dynamic", "dynamic_full"),
+# which values of an option are honoured
+_RULES = {
+    "num_beams": Rule("1 (there is no beam search)", _is_one),
+    "constraints": Rule("None (there is no beam search)", _is_none),
+    "force_words_ids": Rule("None (there is no beam search)", _is_none),
+    "stop_strings": Rule("None (there is no tokenizer)", _is_none),
+    "token_healing": Rule("False (there is no tokenizer)", not_),
+    "max_time": Rule("None", _is_none),
+    "guidance_scale": Rule("1 (there is no second forward)", _is_one),
+    "penalty_alpha": Rule("None (there is no contrastive search)", not_),
+    "dola_layers": Rule("None", _is_none),
+    "prompt_lookup_num_tokens": Rule("None (nothing is speculated)", _is_none),
+    "assistant_early_exit": Rule("None (nothing is speculated)", _is_none),
+    "use_mtp": Rule("False (nothing is speculated)", not_),
+    "speculation_type": Rule("None (nothing is speculated)", _is_none),
+    "is_assistant": Rule("False (nothing is speculated)", not_),
+    "output_attentions": Rule("False", not_),
+    "output_hidden_states": Rule("False", not_),
+    "output_scores": Rule("False", not_),
+    "output_logits": Rule("False", not_),
+    "return_dict_in_generate": Rule("False", not_),
+    "cache_implementation": Rule(
         "None, 'paged', 'dynamic' or 'dynamic_full' (keys and values are always paged)",
+        lambda value: value in (None, "paged", "dynamic", "dynamic_full"),
     ),
-    "cache_config": (not_, "None (keys and values are always paged)"),
-    "max_new_tokens": (_is_length, "integers > 0"),
-    "max_length": (_is_length, "integers > 0"),
+    "cache_config": Rule("None (keys and values are always paged)", not_),
+    "max_new_tokens": Rule("integers > 0", _is_length),
+    "max_length": Rule("integers > 0", _is_length),
+    "num_return_sequences": Rule("integers > 0", _is_length),
 }
-_SAMPLING = {each.name: each for each in fields(SamplingParams) if each.name != "seed"}
-_RULES = _ALWAYS | {
-    **{
-        each.name: (each.metadata["rule"].holds, each.metadata["rule"].accepted)
-        for each in _SAMPLING.values()
-    },
-    # any integer: a row's seed is mixed from it
-    "seed": (is_integer, "integers"),
+# sampling options of a config: the values that mean off
+_OFF: dict[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
+del _OFF["seed"]
+# what one request may have of its own; any integer is a seed, for seeds are hashed
+_OF_A_REQUEST = {
+    **{each.name: each.metadata["rule"] for each in fields(SamplingParams)},
+    "seed": Rule("integers", is_integer),
+    "max_new_tokens": _RULES["max_new_tokens"],
+    "eos_token_id": Rule("an integer, integers", lambda value: True),
 }
-# what a request may have of its own
-_OF_A_REQUEST = (*_SAMPLING, "seed", "max_new_tokens", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +137,14 @@ class GenerationOptions:
         return replace(self.sampling, seed=own)
 
     def processors_for(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        eos: Iterable[int] | None = None,
-        device: torch.device | str | None = None,
+        self, prompt: Sequence[int], max_new_tokens: int, eos: Iterable[int] | None = None
     ) -> LogitsProcessorList | None:
         """The logits processors of one request, fresh (some keep state), for `apply_history`; None
-        if none is needed.
-
-        device   where the scores will be; the model's if None
-        eos      ids that end this generation; those of the options if None
-        """
+        if none is needed."""
         if not self.needs_history:
             return None
         eos = self.eos if eos is None else eos
-        device = self._model.device if device is None else device
-        return build_processors(self._model, self._config, prompt, max_new_tokens, eos, device)
+        return build_processors(self._model, self._config, prompt, max_new_tokens, eos)
 
     def override(self, **request_options: Any) -> "GenerationOptions":
         """The options of one request, None to leave as is: every field of `SamplingParams`,
@@ -163,28 +152,28 @@ class GenerationOptions:
 
         ValueError names an option of a wrong type or range, TypeError an unknown one.
         """
-        for name in sorted(request_options.keys() - set(_OF_A_REQUEST)):
+        for name in sorted(request_options.keys() - _OF_A_REQUEST.keys()):
             accepted = ", ".join(_OF_A_REQUEST)
             raise TypeError(f"unknown option of a request {name!r}; accepted: {accepted}")
         given = {name: value for name, value in request_options.items() if value is not None}
-        eos = given.pop("eos_token_id", None)
         for name, value in given.items():
-            _require(name, value)
-        own: dict[str, Any] = {} if eos is None else {"eos": end_tokens(eos)}
-        own |= {
-            name: index(given.pop(name)) for name in ("seed", "max_new_tokens") if name in given
-        }
-        if given:
+            _require(name, value, _OF_A_REQUEST[name])
+        own: dict[str, Any] = {}
+        if "eos_token_id" in given:
+            own["eos"] = end_tokens(given["eos_token_id"])
+        for name in given.keys() & {"seed", "max_new_tokens"}:
+            own[name] = index(given[name])
+        if sampling := given.keys() & _OFF:
             config = copy.copy(self._config)
-            for name, value in given.items():
-                setattr(config, name, type(_SAMPLING[name].default)(value))
+            for name in sampling:
+                setattr(config, name, type(_OFF[name])(given[name]))
             own |= {"_config": config, **_read_sampling(self._model, config, self.eos)}
         return replace(self, **own)
 
     def without_processing(self) -> "GenerationOptions":
         """These options with nothing that changes logits before a token is chosen."""
-        off = {name: each.default for name, each in _SAMPLING.items() if name != "do_sample"}
-        return replace(self.override(**off), needs_history=False)
+        plain = self.override(**(_OFF | {"do_sample": None}))
+        return replace(plain, needs_history=False)
 
 
 def read_options(
@@ -206,14 +195,14 @@ def read_options(
     if lengths == (None, None):
         # transformers' default is a length for each prompt (`new_tokens_for`)
         config.max_length = None
-    for name in _ALWAYS:
-        _require(name, getattr(config, name, None))
+    for name, rule in _RULES.items():
+        _require(name, getattr(config, name, None), rule)
     eos = end_tokens(config.eos_token_id)
     return GenerationOptions(
         eos=eos,
-        num_return_sequences=config.num_return_sequences,
-        max_new_tokens=_length(config.max_new_tokens),
-        max_length=_length(config.max_length),
+        num_return_sequences=_integer(config.num_return_sequences) or 1,
+        max_new_tokens=_integer(config.max_new_tokens),
+        max_length=_integer(config.max_length),
         generation_config=given,
         _config=config,
         _model=model,
@@ -257,13 +246,12 @@ def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any])
     return given
 
 
-def _require(name: str, value: Any) -> None:
-    accepts, accepted = _RULES[name]
-    if not accepts(value):
-        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
+def _require(name: str, value: Any, rule: Rule) -> None:
+    if not rule.holds(value):
+        raise ValueError(f"{name} is {value!r}; accepted: {rule.accepted}")
 
 
-def _length(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     return None if value is None else index(value)
 
 
@@ -274,19 +262,17 @@ def _read_sampling(
     config as floats where floats are meant: transformers' warpers take nothing else."""
     sampling = SamplingParams()
     if config.do_sample:
-        values = {name: getattr(config, name, None) for name in _SAMPLING} | {"do_sample": True}
+        values: dict[str, Any] = {name: getattr(config, name, None) for name in _OFF}
         for name, value in values.items():
-            if value is None:
-                values[name] = _SAMPLING[name].default
-            elif isinstance(_SAMPLING[name].default, float) and is_integer(value):
+            if isinstance(_OFF[name], float) and is_integer(value):
                 values[name] = float(value)
                 setattr(config, name, values[name])
         if is_number(values["top_p"]):
             # as in `generate`, 1 and more is off
-            values["top_p"] = min(values["top_p"], 1.0)
-        sampling = SamplingParams(**values)
-    processors = build_processors(model, config, (0,), 1, eos, "cpu")
-    needs_history = need_history(processors)
+            values["top_p"] = min(values["top_p"], _OFF["top_p"])
+        given = {name: value for name, value in values.items() if value is not None}
+        sampling = SamplingParams(**given | {"do_sample": True})
+    needs_history = need_history(build_processors(model, config, (0,), 1, eos, "cpu"))
     if needs_history:
         sampling = SamplingParams(do_sample=sampling.do_sample)
     return {"sampling": sampling, "needs_history": needs_history}

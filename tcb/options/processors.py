@@ -26,21 +26,22 @@ def build_processors(
     prompt: Sequence[int],
     max_new_tokens: int,
     eos: Iterable[int],
-    device: torch.device | str,
+    device: torch.device | str | None = None,
 ) -> LogitsProcessorList:
     """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6
     (lengths) and 8.
 
     config   every default is filled in; unchanged
-    device   where the scores will be
+    device   where the scores will be; the model's if None
     Raises ValueError that names the options a processor refuses.
     """
     config = copy.copy(config)
     config.eos_token_id = sorted(eos) or None
     config.max_length = len(prompt) + max_new_tokens
-    if config.min_new_tokens is not None:
-        config.min_length = len(prompt) + config.min_new_tokens
+    device = model.device if device is None else device
     try:
+        if config.min_new_tokens is not None:
+            config.min_length = len(prompt) + config.min_new_tokens
         model._prepare_special_tokens(config, True, device=device, batch_size=1)
         return model._get_logits_processor(
             generation_config=config,
@@ -80,13 +81,10 @@ def apply_history(
 
 def _active(config: GenerationConfig) -> dict[str, Any]:
     """The options of a config that are not transformers' defaults."""
-    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+    defaults = GenerationConfig().to_dict() | GenerationConfig._get_default_generation_params()
     return {
         name: value
         for name, value in config.to_dict().items()
-        if not name.startswith("_")
-        and not name.endswith("_token_id")
-        and name != "max_length"
-        and value is not None
-        and value != defaults.get(name)
+        if not (name.startswith("_") or name.endswith("_token_id") or name == "max_length")
+        and value not in (None, defaults.get(name))
     }

@@ -156,6 +156,20 @@ def test_sampling_options_out_of_range_are_refused_by_name_when_sampling(model, 
     assert read(model, **{name: value}).sampling_for(0) == SamplingParams()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_return_sequences", 0, "num_return_sequences is 0; accepted: integers > 0"),
+        ("num_return_sequences", -1, "num_return_sequences is -1; accepted: integers > 0"),
+        ("num_return_sequences", 1.5, "num_return_sequences is 1.5; accepted: integers > 0"),
+        ("min_new_tokens", "x", "'min_new_tokens': 'x'"),
+    ],
+)
+def test_what_would_break_a_request_is_refused_by_name(model, name, value, words):
+    with pytest.raises(ValueError, match=words):
+        read(model, do_sample=True, **{name: value})
+
+
 def test_what_generate_ignores_is_ignored(model):
     harmless = GenerationConfig(
         early_stopping=True,
@@ -254,6 +268,33 @@ def test_an_override_out_of_range_is_refused_by_name(model, fields):
 def test_an_unknown_override_is_a_type_error(model):
     with pytest.raises(TypeError, match="'repetition_penalty'"):
         read(model).override(repetition_penalty=1.2)
+
+
+def test_a_request_has_a_length_and_end_tokens_of_its_own(model):
+    options = read(model, max_new_tokens=9, do_sample=True)
+    own = options.override(max_new_tokens=torch.tensor(3), eos_token_id=[4, -1])
+    assert (own.max_new_tokens, own.eos, own.sampling) == (3, {4}, options.sampling)
+    assert own.new_tokens_for(500) == 3
+    assert options.override(max_new_tokens=None, eos_token_id=None) == options
+    for name, value in {"max_new_tokens": 0, "eos_token_id": "x"}.items():
+        with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+            options.override(**{name: value})
+
+
+def test_nothing_is_left_that_changes_logits(model):
+    options = read(model, do_sample=True, temperature=0.5, repetition_penalty=1.3)
+    plain = options.without_processing()
+    assert options.needs_history and not plain.needs_history
+    assert plain.sampling == SamplingParams(do_sample=True)
+    assert plain.processors_for(PROMPT, 3) is None
+
+
+def test_the_config_in_use_is_what_was_given_with_the_keywords_set(model):
+    given = GenerationConfig(top_k=7)
+    kept = read(model, given, temperature=0.5).generation_config
+    assert kept is not given
+    assert (kept.top_k, kept.temperature, kept.eos_token_id) == (7, 0.5, None)
+    assert read(model).generation_config.eos_token_id == 2
 
 
 # nothing is touched
