@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ _SCORES_A_WARP = 4096
 _ROUNDS = 9
 # a smaller gain is noise: the tile in the table stays
 _WORTH = 0.02
-JIT_KERNELS = "tcb.kernels.gpu.paged_attention_kernel", "tcb.kernels.gpu.paged_decode_kernel"
+JIT_KERNELS = "tcb.kernels.gpu.paged_attention", "tcb.kernels.gpu.paged_decode"
 DECODE_KERNEL = "paged_decode_kernel"
 
 
@@ -153,13 +154,8 @@ def tiles(
 @contextmanager
 def forced(kind: str, tile: Tile) -> Iterator[None]:
     """Launches of this kind take this tile, whatever the table says."""
-    askers = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("tcb.kernels.") and vars(module).get("choose_tile") is choose_tile
-    ]
-    # the table's own file is one of them
-    assert len(askers) > 1, "no launcher asks choose_tile for its tile"
+    askers = [import_module(name) for name in JIT_KERNELS]
+    assert all(module.choose_tile is choose_tile for module in askers), "a launcher asks elsewhere"
 
     def chosen(name: str, asked: str, *rest: Any, **more: Any) -> Tile:
         return tile if asked == kind else choose_tile(name, asked, *rest, **more)

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from bench.lib.machine_code import PROCESSORS, Processor, count, count_buffers, count_resident
-from tcb.kernels.contract import Launch
+from tcb.kernels.gpu.launch import Launch
 from tcb.kernels.gpu.tuning import DeviceFacts, Tile, choose_tile, list_rows, shared_need
 
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True}
@@ -69,19 +69,6 @@ class Driver:
         return 0
 
 
-class Recorded:
-    """Stands in for a kernel that is started directly."""
-
-    def __init__(self, kernel, launches: list[Launch]):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            self.launches.append(Launch(self.kernel, grid[0], arguments, constants))
-
-        return launch
-
-
 def record(processor: Processor, operation: str, fields: dict[str, Any]) -> list[Launch]:
     """The launches of one call of an operation."""
     launches: list[Launch] = []
@@ -94,12 +81,9 @@ def record(processor: Processor, operation: str, fields: dict[str, Any]) -> list
     modules = [import_module(f"tcb.kernels.gpu.{name}") for name in names]
     with ExitStack() as stack:
         for module in modules:
-            if hasattr(module, "start"):
-                stack.enter_context(patch.object(module, "start", collect))
+            stack.enter_context(patch.object(module, "start", collect))
             if hasattr(module, "read_device"):
                 stack.enter_context(patch.object(module, "read_device", lambda *_: facts))
-        recorded = Recorded(modules[-1].sample_kernel, launches)
-        stack.enter_context(patch.object(modules[-1], "sample_kernel", recorded))
         call(operation, **fields)
     return launches
 
@@ -165,10 +149,10 @@ def find_tile(processor: Processor, launch: Launch) -> tuple[str, Tile | None]:
     constants, name = launch.constants, launch.kernel.__name__.removesuffix("_kernel")
     if "BLOCK_M" not in constants:
         return name, None
-    facts, size = describe(processor), launch.arguments[0].element_size()
-    dim = max(constants["DIM"], constants["VALUE_DIM"])
+    facts, size = describe(processor), launch.arguments[0].ptr.element_size()
+    dim = max(constants["KEYS"].dim, constants["VALUES"].dim)
     wide, narrow = (
-        choose_tile(facts.name, kind, size, dim, constants["GROUP"], facts.shared)
+        choose_tile(facts.name, kind, size, dim, constants["Q_PER_KV"], facts.shared)
         for kind in ("wide", "narrow")
     )
     shape = constants["BLOCK_M"], constants["BLOCK_N"], constants["num_warps"]
@@ -189,8 +173,8 @@ def compile_launch(processor: Processor, launch: Launch) -> dict[str, Any]:
     kind, tile = find_tile(processor, launch)
     if tile is None:
         return {"kind": kind, **found}
-    name, size = processor.device_class, launch.arguments[0].element_size()
-    widths = constants["DIM"], constants["VALUE_DIM"]
+    name, size = processor.device_class, launch.arguments[0].ptr.element_size()
+    widths = constants["KEYS"].dim, constants["VALUES"].dim
     buffers = count_buffers(kernel, tile.keys)
     ahead = found["resident"] * count_ahead(processor, buffers)
     return {

@@ -13,7 +13,7 @@ from torch import Tensor
 from tcb.device.buffers import BatchTensors
 from tcb.device.kv_cache import KVCache
 from tcb.kernels import list_work, paged_attention, paged_decode, write_kv
-from tcb.kernels.gpu.work_list import WorkList
+from tcb.kernels.contract import WorkList
 from tcb.model.probe import ModelLayers
 from tcb.planning.groups import LayerGroup
 

@@ -12,7 +12,7 @@ import torch
 
 from bench import tune
 from bench.lib.results import ROOT
-from tcb.kernels import paged_decode
+from tcb.kernels.gpu import paged_decode as gpu_decode
 from tcb.kernels.gpu import tuning
 
 
@@ -113,9 +113,7 @@ def test_a_candidate_runs_with_its_residency_once_it_is_compiled(is_row, monkeyp
     monkeypatch.setattr(tune, "read_device", lambda *_: tuning.DeviceFacts("sm_90", 132))
 
     def call():
-        asked.append(
-            sys.modules[paged_decode.__module__].choose_tile("sm_90", "narrow", 2, 128, 4).residency
-        )
+        asked.append(gpu_decode.choose_tile("sm_90", "narrow", 2, 128, 4).residency)
         known[len(known)] = compiled(tune.DECODE_KERNEL, 64, 50000)
         return torch.ones(1)
 

@@ -26,7 +26,7 @@ from tests.support.fitting import (
     VOCAB,
 )
 
-MODULES = ("paged_attention", "paged_decode", "kv_write", "page_tables", "page_copy")
+MODULES = ("paged_attention", "paged_decode", "kv_write", "page_tables", "page_copy", "sampling")
 
 
 def tensors_of(operation):

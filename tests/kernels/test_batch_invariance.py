@@ -14,6 +14,8 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tcb.kernels import paged_attention, paged_decode
+from tcb.kernels.gpu import paged_attention as gpu_attention
+from tcb.kernels.gpu import paged_decode as gpu_decode
 from tcb.kernels.gpu.tuning import DeviceFacts
 
 PAGE_SIZE = 16
@@ -63,9 +65,9 @@ def like_hardware(monkeypatch, device):
         return TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    for operation in (paged_attention, paged_decode):
-        tiles = DeviceFacts("sm_90", 4)
-        monkeypatch.setitem(operation.__globals__, "read_device", lambda *_, tiles=tiles: tiles)
+    facts = DeviceFacts("sm_90", 4)
+    for module in (gpu_attention, gpu_decode):
+        monkeypatch.setattr(module, "read_device", lambda *_: facts)
 
 
 class Sequences:

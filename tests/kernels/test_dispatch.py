@@ -40,9 +40,10 @@ def test_every_name_is_an_operation(name):
 def test_a_file_that_is_imported_does_not_hide_its_operation():
     run(
         [
-            "import tcb.kernels.gpu.page_tables",
-            "from tcb.kernels.gpu.page_tables import page_tables",
-            "assert tcb.kernels.page_tables is page_tables",
+            "import tcb.kernels.gpu.page_tables, tcb.kernels.gpu.paged_decode",
+            "from tcb.kernels import operations",
+            "for name in tcb.kernels.__all__:",
+            "    assert getattr(tcb.kernels, name) is getattr(operations, name)",
         ]
     )
 
@@ -56,13 +57,24 @@ def test_the_package_loads_nothing():
     run(["import tcb.kernels", "assert not {'torch', 'triton'} & set(sys.modules)"])
 
 
+def test_a_cpu_without_triton_has_its_tensors_checked():
+    run(
+        [
+            "sys.modules['triton'] = None",
+            "import tcb.kernels as kernels, torch",
+            "key = torch.ones(1, 1, 8)",
+            "try: kernels.write_kv(key, key, key, key, torch.tensor([5]))",
+            "except ValueError as error: assert 'value_cache: expected shape' in str(error), error",
+            "else: raise AssertionError('nothing was raised')",
+        ]
+    )
+
+
 def test_a_cpu_needs_no_triton():
     run(
         [
             "sys.modules['triton'] = None",
             "import tcb.kernels as kernels, torch",
-            "from tcb.kernels.cpu import operations",
-            "assert kernels.write_kv is operations.write_kv",
             "for name in kernels.__all__: assert callable(getattr(kernels, name))",
             "cache, key = torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)",
             "kernels.write_kv(key, key, cache, cache, torch.tensor([5]))",
@@ -70,5 +82,6 @@ def test_a_cpu_needs_no_triton():
             "table = torch.tensor([[1]], dtype=torch.int32)",
             "out = kernels.paged_decode(key, cache, cache, table, length + 1)",
             "assert torch.isfinite(out).all()",
+            "assert not [name for name in sys.modules if name.startswith('tcb.kernels.gpu.')]",
         ]
     )

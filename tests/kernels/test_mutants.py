@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TILE, CHUNKS, DECODE = "tile.py", "paged_attention_kernel.py", "paged_decode_kernel.py"
-LIST, PAGES = "work_list_kernel.py", "page_tables.py"
+TILE, CHUNKS, DECODE = "tile.py", "paged_attention.py", "paged_decode.py"
+LIST, PAGES = "work_list.py", "page_tables.py"
 # name: (file, what stands there, what stands there in the mutant)
 MUTANTS = {
     "values of dead rows are read": (
         TILE,
-        "value_offset, live, VALUE_DIM",
-        "value_offset, live | (lane >= 0), VALUE_DIM",
+        "value_offset, live, VALUES",
+        "value_offset, live | (lane >= 0), VALUES",
     ),
     "window one too wide": (
         TILE,
@@ -37,7 +37,7 @@ MUTANTS = {
         "key_position[None, :] <= position[:, None]",
         "key_position[None, :] < position[:, None]",
     ),
-    "ring without wrap": (TILE, "column = page % columns if RING", "column = page if RING"),
+    "ring without wrap": (TILE, "column = page % pages.columns if RING", "column = page if RING"),
     "a row that has seen nothing": (
         TILE,
         'tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max',
@@ -58,11 +58,11 @@ MUTANTS = {
     ),
     "token offset in 32 bits": (
         CHUNKS,
-        "        token = (query_start + row // GROUP).to(tl.int64)\n"
-        "        query_head = head * GROUP + row % GROUP\n"
+        "        token = (query_start + row // Q_PER_KV).to(tl.int64)\n"
+        "        query_head = head * Q_PER_KV + row % Q_PER_KV\n"
         "        query_row",
-        "        token = query_start + row // GROUP\n"
-        "        query_head = head * GROUP + row % GROUP\n"
+        "        token = query_start + row // Q_PER_KV\n"
+        "        query_head = head * Q_PER_KV + row % Q_PER_KV\n"
         "        query_row",
     ),
     "last tile of a sequence lost": (LIST, "(first_row < rows)", "(first_row + 32 <= rows)"),
@@ -75,13 +75,13 @@ MUTANTS = {
     ),
     "sink in every part": (
         DECODE,
-        "    if parts == 1:\n        if HAS_SINKS:",
-        "    if HAS_SINKS:\n"
+        "    if parts == 1:\n        if HAS.sinks:",
+        "    if HAS.sinks:\n"
         "        total, row_sum = add_sink(total, row_max, row_sum, row_max * 0)\n"
-        "    if parts == 1:\n        if HAS_SINKS:",
+        "    if parts == 1:\n        if HAS.sinks:",
     ),
     "sink lost in the merge": (DECODE, "row_sum += tl.exp2(sink - top)", "row_sum += 0.0"),
-    "last part lost": (DECODE, "if part >= parts:", "if part + (parts > 1) >= parts:"),
+    "last part lost": (DECODE, "if index >= parts:", "if index + (parts > 1) >= parts:"),
     "parts overlap": (
         DECODE,
         "end_tile = tl.minimum(first_tile + tiles_per_part, end_tile)",
@@ -94,8 +94,8 @@ MUTANTS = {
     ),
     "edits begin at a page, not at its column": (
         PAGES,
-        "edit_column = tl.load(edit_page_ptr + entry) % columns",
-        "edit_column = tl.load(edit_page_ptr + entry)",
+        "tl.load(first_new_page_ptr + entry) % columns",
+        "tl.load(first_new_page_ptr + entry)",
     ),
     "edits of another group's sequence": (
         PAGES,
@@ -114,8 +114,8 @@ MUTANTS = {
     ),
     "padding sees the first row": (
         PAGES,
-        "    is_live = row >= 0\n",
-        "    row = tl.maximum(row, 0)\n    is_live = row >= 0\n",
+        "    is_live = table_row >= 0\n",
+        "    table_row = tl.maximum(table_row, 0)\n    is_live = table_row >= 0\n",
     ),
     "groups of slots lie side by side": (
         PAGES,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tcb import kernels
 from tcb.kernels import copy_blocks, gather_blocks, scatter_blocks
 from tcb.kernels.cpu import operations as torch_ops
-from tcb.kernels.gpu import page_copy
 from tests.support.oracle import spread
 
 
-@pytest.fixture(params=[page_copy, torch_ops], ids=["triton", "torch"])
+@pytest.fixture(params=[kernels, torch_ops], ids=["triton", "torch"])
 def copying(request):
     return request.param
 

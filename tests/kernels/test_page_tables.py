@@ -55,7 +55,7 @@ def expected(problem):
 
 
 def edit_lists(problem):
-    """The edits as `edit`, `edit_start` and `edit_page`."""
+    """The edits as `new_block`, `new_block_start` and `first_new_page`."""
     entries = [entry for group in problem.edits for entry in group]
     starts = [0]
     for _, blocks in entries:
@@ -217,9 +217,9 @@ def test_rows_may_be_int32(derive, device):
 
 TENSORS = {
     "tables": [torch.zeros(4, 2).int(), torch.zeros(4, 3).int()],
-    "edit": torch.zeros(3).int(),
-    "edit_start": torch.zeros(5).int(),
-    "edit_page": torch.zeros(4).int(),
+    "new_block": torch.zeros(3).int(),
+    "new_block_start": torch.zeros(5).int(),
+    "first_new_page": torch.zeros(4).int(),
     "row": torch.zeros(2).long(),
     "query_start": torch.zeros(3).int(),
     "context_len": torch.zeros(2).int(),
@@ -232,10 +232,10 @@ WRONG = [
     ("tables[1]", [TABLE, torch.zeros(2, 4).int().T]),
     ("tables[1]", [TABLE, torch.zeros(4, 4).int()[:, :3]]),
     ("tables[0]", [torch.zeros(4, 0).int(), TABLE]),
-    ("edit", torch.zeros(3, 3).int()),
-    ("edit", TENSORS["edit"].long()),
-    ("edit_start", torch.zeros(3).int()),
-    ("edit_page", torch.zeros(2, 2).int()),
+    ("new_block", torch.zeros(3, 3).int()),
+    ("new_block", TENSORS["new_block"].long()),
+    ("new_block_start", torch.zeros(3).int()),
+    ("first_new_page", torch.zeros(2, 2).int()),
     ("row", torch.zeros(2)),
     ("row", torch.zeros(2, 1).long()),
     ("query_start", torch.zeros(2).int()),
@@ -255,3 +255,19 @@ WRONG = [
 def test_a_wrong_argument_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{re.escape(name)}:"):
         page_tables(**TENSORS | {name.partition("[")[0]: value})
+
+
+FORMER = {"edit": "new_block", "edit_start": "new_block_start", "edit_page": "first_new_page"}
+
+
+def test_former_names_are_accepted():
+    former = {name: TENSORS[present] for name, present in FORMER.items()}
+    others = {name: value for name, value in TENSORS.items() if name not in FORMER.values()}
+    slot, _ = page_tables(**others, **former)
+    assert slot.shape == (2, 0)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_an_argument_is_not_given_by_both_its_names(name):
+    with pytest.raises(TypeError, match=f"^{FORMER[name]}: given twice, also as {name}"):
+        page_tables(**TENSORS, **{name: TENSORS[FORMER[name]]})

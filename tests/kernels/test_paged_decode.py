@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tcb.kernels import paged_decode
-from tcb.kernels.contract import softmax_factors, start
+from tcb.kernels.contract import AttentionOptions, Decode
+from tcb.kernels.gpu.launch import start
 from tcb.kernels.gpu.paged_decode import plan_launches
 from tcb.kernels.gpu.tuning import DeviceFacts
 from tests.support.oracle import Case, assert_close, build, spread
@@ -121,17 +122,16 @@ def test_no_sequence(device):
 def launches_of(problem, case, facts):
     return plan_launches(
         facts,
-        problem.query,
-        problem.key_cache,
-        problem.value_cache,
-        problem.block_table,
-        problem.context_len,
-        None,
-        torch.empty_like(problem.query),
-        case.window,
-        False,
-        case.num_splits,
-        softmax_factors(None, None, case.dim),
+        Decode(
+            problem.query,
+            problem.key_cache,
+            problem.value_cache,
+            problem.block_table,
+            problem.context_len,
+            AttentionOptions(case.window, softcap=None, sinks=None, scale=None),
+            case.num_splits,
+            torch.empty_like(problem.query),
+        ),
     )
 
 
@@ -141,7 +141,7 @@ def test_parts_fill_the_programs_that_a_processor_holds(name, residency, device)
     problem = build(case, device)
     parts = next(launches_of(problem, case, DeviceFacts(name, 16)))
     # two sequences of two key-value heads
-    assert parts.constants["MAX_SPLITS"] == 16 * residency // 4
+    assert parts.constants["SPLIT"].max_parts == 16 * residency // 4
     assert parts.programs == 16 * residency
 
 
@@ -150,7 +150,7 @@ def test_parts_cover_what_the_window_leaves(device):
     case = decode(320, window=128, num_splits=4, heads=2, kv_heads=1)
     problem = build(case, device)
     parts = next(launches_of(problem, case, DeviceFacts("interpreter", 4)))
-    part_sum = parts.arguments[9].fill_(0.0)
+    part_sum = parts.arguments[4].row_sum.fill_(0.0)
     start([parts], problem.query)
     # each part has its share of the keys, and so a sum of weights
     assert part_sum.shape == (2, 4)
@@ -185,7 +185,7 @@ WRONG = [
     ("key_cache", lambda p: {"key_cache": p.key_cache.half()}),
     ("value_cache", lambda p: {"value_cache": p.value_cache.transpose(2, 3)}),
     ("block_table", lambda p: {"block_table": p.block_table[1:]}),
-    ("context_len", lambda p: {"context_len": p.context_len[1:]}),
+    ("seq_len", lambda p: {"context_len": p.context_len[1:]}),
     ("sinks", lambda p: {"sinks": torch.zeros(4, dtype=torch.int32, device=p.query.device)}),
 ]
 
@@ -197,6 +197,15 @@ def test_wrong_tensors_are_refused_by_name(name, change, device):
     problem = build(SMALL, device)
     with pytest.raises(ValueError, match=f"^{name}:"):
         attend(replace(problem, **change(problem)), SMALL)
+
+
+def test_the_former_name_of_seq_len_is_accepted(device):
+    problem = build(SMALL, device)
+    tensors = problem.query, problem.key_cache, problem.value_cache, problem.block_table
+    out = paged_decode(*tensors, context_len=problem.context_len, num_splits=2)
+    assert_close(out, problem)
+    with pytest.raises(TypeError, match="seq_len: given twice"):
+        paged_decode(*tensors, seq_len=problem.context_len, context_len=problem.context_len)
 
 
 @pytest.mark.parametrize(

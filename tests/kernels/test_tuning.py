@@ -36,14 +36,14 @@ SHARED = {
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_every_head_size_has_a_tile(device, kind, element_size):
     for dim in range(1, 257):
-        tile = choose_tile(device, kind, element_size, dim, group=4)
+        tile = choose_tile(device, kind, element_size, dim, q_per_kv=4)
         assert {tile.rows, tile.keys} <= POWERS, (dim, tile)
 
 
 @pytest.mark.parametrize("dim", [257, 512])
 def test_a_head_size_beyond_the_table_is_refused(dim):
     with pytest.raises(ValueError, match=r"at most 256, got"):
-        choose_tile("sm_90", "wide", 2, dim, group=1)
+        choose_tile("sm_90", "wide", 2, dim, q_per_kv=1)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_narrow_tile_holds_the_heads_that_share_keys(group, dim, rows):
 
 def test_wide_tiles_of_hopper_fill_its_warp_groups():
     for dim in (64, 80, 96, 112, 128, 192, 256):
-        tile = choose_tile("sm_90", "wide", 2, dim, group=4)
+        tile = choose_tile("sm_90", "wide", 2, dim, q_per_kv=4)
         assert tile.rows >= 64 * tile.warps // 4, dim
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tcb.kernels import list_work, paged_attention
-from tcb.kernels.contract import softmax_factors, start
-from tcb.kernels.gpu.paged_attention import plan_launches
+from tcb.kernels.contract import Attention, AttentionOptions, BatchShape, Listing
+from tcb.kernels.gpu.launch import start
+from tcb.kernels.gpu.paged_attention import choose_tiles, plan_launches
 from tcb.kernels.gpu.tuning import DeviceFacts
-from tcb.kernels.gpu.work_list import BatchShape, reserve
 from tcb.kernels.gpu.work_list import plan_launches as plan_list
+from tcb.kernels.gpu.work_list import reserve, rooms
 from tests.support.oracle import Case, assert_close, build
 
 MANY = tuple((17 * i % 50, 1 + i % 3) for i in range(150))
@@ -30,23 +31,23 @@ def expected(batch, shape, *, small):
     items = []
     rows_of_a_tile = shape.small_rows if small else shape.tile_rows
     for sequence, (context, chunk) in enumerate(batch):
-        rows = chunk * shape.group
+        rows = chunk * shape.q_per_kv
         if (rows <= shape.small_rows) != small:
             continue
         for first in range(0, rows, rows_of_a_tile):
             last = min(first + rows_of_a_tile, rows) - 1
             first_key = 0
             if shape.window is not None:
-                first_key = max(0, context + first // shape.group - shape.window + 1)
-            cost = context + last // shape.group + 1 - first_key
+                first_key = max(0, context + first // shape.q_per_kv - shape.window + 1)
+            cost = context + last // shape.q_per_kv + 1 - first_key
             items.append((-cost, sequence, first // rows_of_a_tile))
     return [(sequence, tile) for _, sequence, tile in sorted(items)]
 
 
-def fill(batch, device, *, group, window, small_rows, tile_rows, before=0, behind=0):
+def fill(batch, device, *, q_per_kv, window, small_rows, tile_rows, before=0, behind=0):
     """The shape and the two lists of a batch, with padding tokens before and behind it."""
     sizes = [before, *(chunk for _, chunk in batch)]
-    shape = BatchShape(sum(sizes) + behind, len(batch), group, window, small_rows, tile_rows)
+    shape = BatchShape(sum(sizes) + behind, len(batch), q_per_kv, window, small_rows, tile_rows)
     work = reserve(shape, device)
     for tensor in (work.item, work.count, work.found):
         tensor.fill_(-7)
@@ -65,8 +66,8 @@ def fill(batch, device, *, group, window, small_rows, tile_rows, before=0, behin
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_order(batch, window, device):
-    for group, small_rows, tile_rows in ((2, 16, 32), (5, 0, 16), (1, 16, 64)):
-        fields = {"group": group, "small_rows": small_rows, "tile_rows": tile_rows}
+    for q_per_kv, small_rows, tile_rows in ((2, 16, 32), (5, 0, 16), (1, 16, 64)):
+        fields = {"q_per_kv": q_per_kv, "small_rows": small_rows, "tile_rows": tile_rows}
         shape, found = fill(batch, device, window=window, **fields)
         assert found == {s: expected(batch, shape, small=s) for s in found}
         assert set(found) == ({True, False} if small_rows else {False})
@@ -74,7 +75,7 @@ def test_order(batch, window, device):
 
 @pytest.mark.parametrize(("before", "behind"), [(0, 9), (40, 0), (7, 130)])
 def test_padding_tokens_are_no_items(before, behind, device):
-    batch, fields = BATCHES["some have none"], {"group": 3, "window": 9}
+    batch, fields = BATCHES["some have none"], {"q_per_kv": 3, "window": 9}
     shape, found = fill(
         batch, device, before=before, behind=behind, small_rows=16, tile_rows=32, **fields
     )
@@ -83,32 +84,30 @@ def test_padding_tokens_are_no_items(before, behind, device):
 
 def test_all_are_small(device):
     batch = ((5, 1), (90, 2), (5, 1), (0, 0))
-    shape, found = fill(batch, device, group=4, window=None, small_rows=16, tile_rows=0)
+    shape, found = fill(batch, device, q_per_kv=4, window=None, small_rows=16, tile_rows=0)
     assert found == {True: [(1, 0), (0, 0), (2, 0)]}
-    assert shape.tile_room == 0
+    assert rooms(shape)[1] == 0
 
 
 def test_room_is_a_matter_of_shapes():
     # 100 sequences of 5 rows have a tile of 64 each, though their rows would fit into 8
     shape = BatchShape(500, 100, 1, None, 0, 64)
-    assert shape.tile_room >= 100
-    assert shape.small_room == 0
+    small, tiles = rooms(shape)
+    assert tiles >= 100
+    assert small == 0
 
 
 CASE = Case(((0, 40), (0, 0), (7, 0), (90, 3), (0, 1), (33, 50)), padding=5, window=45, page_size=4)
 
 
 def launches_of(problem, work_list=None, processors=4):
-    return plan_launches(
-        DeviceFacts("interpreter", processors),
-        *problem.chunks,
-        problem.sinks,
-        torch.zeros_like(problem.query),
-        CASE.window,
-        False,
-        softmax_factors(None, None, CASE.dim),
-        work_list=work_list,
-    )
+    facts = DeviceFacts("interpreter", processors)
+    options = AttentionOptions(CASE.window, None, problem.sinks, None)
+    attention = Attention(*problem.chunks, options, torch.zeros_like(problem.query))
+    tiles = choose_tiles(facts, Listing(*lengths_of(problem), CASE.window, False))
+    if work_list is None:
+        work_list = reserve(tiles[0], problem.query.device)
+    return plan_launches(facts, attention, tiles, work_list)
 
 
 def lengths_of(problem):
@@ -123,7 +122,7 @@ def test_the_number_of_programs_changes_no_bit(device):
     for programs in (1, 2, 3, 5, 40):
         launches = [launch._replace(programs=programs) for launch in launches_of(problem, work)]
         start(launches, problem.query)
-        results.append(launches[0].arguments[9])
+        results.append(launches[0].arguments[5].ptr)
     assert_close(results[0], problem)
     assert all(torch.equal(result, results[0]) for result in results)
 

@@ -1,4 +1,4 @@
-"""Edit the block tables of all layer groups and find every new token's slot: one launch.
+"""Write new blocks into the block tables of all layer groups and find every new token's slot.
 
     position = context_len[i] + index in the chunk                             for every new token
     column   = page % columns                                   where a group keeps a logical page
@@ -7,145 +7,85 @@
     block_tables[g][i] = tables[g][row[i]]
 
 A row is a ring over its columns, so a sliding group whose next page falls on its oldest recycles it
-with no edit. A sequence's new pages follow one another, so whether a column is edited, and to which
-block, is arithmetic: no program reads an entry that this launch writes, and none has to wait. It
-knows neither windows nor who owns a block.
+without a new block. A sequence's new pages follow one another, so whether a column is new, and of
+which block, is arithmetic: one launch does it all, and no program reads an entry that this launch
+writes or waits for another. It knows neither windows nor who owns a block.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tcb.kernels.checks import check_page_tables, expect
-from tcb.kernels.contract import Launch, start
-from tcb.kernels.cpu import operations as torch_ops
-from tcb.kernels.dispatch import use_triton
+from tcb.kernels.contract import TableEdits
+from tcb.kernels.gpu.launch import Launch, start
 
-_BLOCK_EDITS = 256
-_BLOCK_TOKENS = 512
-_BLOCK_COLUMNS = 128
+_CONSTANTS = {"BLOCK_EDITS": 256, "BLOCK_TOKENS": 512, "BLOCK_COLUMNS": 128}
 
 
-def page_tables(
-    tables: Sequence[torch.Tensor],
-    edit: torch.Tensor,
-    edit_start: torch.Tensor,
-    edit_page: torch.Tensor,
-    row: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    page_size: int,
-    *,
-    num_pages: int | None = None,
-    slot: torch.Tensor | None = None,
-    block_tables: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Write the edits into `tables`; return every new token's slots and the batch's block tables.
-
-    tables       a group: [rows, columns] int32, contiguous, written; -1 where there is no block
-    edit         [edits] int32, the blocks of new pages
-    edit_start   [groups * sequences + 1] int32: entry k, for sequence i of group g at
-                 k = g * sequences + i, has the blocks edit[edit_start[k] : edit_start[k + 1]]
-    edit_page    [groups * sequences] int32, the logical page of the first of them; the others are
-                 the pages behind it, at most as many as the group has columns
-    row          [sequences] int32 or int64, a row of the tables, none twice; a negative one is
-                 padding and has no edits
-    query_start  [sequences + 1] int32         context_len  [sequences] int32
-    num_pages    more than every page of the batch: no result needs more columns
-
-    slot          [groups, tokens] int64, block * page_size + position % page_size; -1 without a
-                  block
-    block_tables  a group: [sequences, columns, or num_pages if that is less] int32; contiguous
-                  where given
-
-    `slot` and `block_tables` are written in place where given; `edit` and `slot` may be longer than
-    the batch: the surplus is not read, or ends in -1. Nothing is written past the end of a `slot`.
-    Without `slot` the host waits for the number of tokens, the last of `query_start`.
-    Raises ValueError on a tensor whose shape, dtype, device or stride does not fit.
-    """
-    tensors = edit, edit_start, edit_page, row, query_start, context_len
-    check_page_tables(tables, *tensors, page_size, num_pages)
-    device, sequences = row.device, row.shape[0]
-    widths = [min(table.shape[1], num_pages or table.shape[1]) for table in tables]
-    if slot is not None:
-        expect("slot", slot, (len(tables), None), device=device, dtype=torch.int64)
-    if block_tables is not None:
-        _check_block_tables(block_tables, sequences, widths, device)
-    if not use_triton(row):
-        return torch_ops.page_tables(
-            tables, *tensors, page_size, num_pages=num_pages, slot=slot, block_tables=block_tables
-        )
+def edit(problem: TableEdits) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`page_tables` of a problem that was checked."""
+    row, slot, block_tables = problem.row, problem.slot, problem.block_tables
     if slot is None:
-        shape = len(tables), int(query_start[-1])
-        slot = torch.empty(shape, dtype=torch.int64, device=device)
+        slot = row.new_empty(len(problem.tables), int(problem.query_start[-1]), dtype=torch.int64)
     if block_tables is None:
         block_tables = [
-            torch.empty((sequences, width), dtype=torch.int32, device=device) for width in widths
+            row.new_empty(row.shape[0], width, dtype=torch.int32) for width in problem.widths
         ]
     results = slot, tuple(block_tables)
-    start(plan_launches(tuple(tables), *tensors, page_size, num_pages, *results), row)
+    launch = plan_launch(problem, *results)
+    if launch.programs:
+        start([launch], row)
     return results
 
 
-def plan_launches(
-    tables: tuple[torch.Tensor, ...],
-    edit: torch.Tensor,
-    edit_start: torch.Tensor,
-    edit_page: torch.Tensor,
-    row: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    page_size: int,
-    num_pages: int | None,
-    slot: torch.Tensor,
-    block_tables: tuple[torch.Tensor, ...],
-) -> list[Launch]:
+def plan_launch(problem: TableEdits, slot: Tensor, block_tables: tuple[Tensor, ...]) -> Launch:
     """A group: one program a sequence, and one for the slots of no token."""
+    tables, row = tuple(problem.tables), problem.row
     columns = tuple(table.shape[1] for table in tables)
     arguments = (
         tables,
         block_tables,
         columns,
-        edit,
-        edit_start,
-        edit_page,
+        problem.new_block,
+        problem.new_block_start,
+        problem.first_new_page,
         row,
-        query_start,
-        context_len,
+        problem.query_start,
+        problem.context_len,
         slot,
         row.shape[0],
         slot.shape[1],
-        num_pages or max(columns, default=0),
+        problem.num_pages or max(columns, default=0),
         slot.stride(0),
     )
-    constants = {
-        "GROUPS": len(tables),
-        "PAGE_SIZE": page_size,
-        "BLOCK_EDITS": _BLOCK_EDITS,
-        "BLOCK_TOKENS": _BLOCK_TOKENS,
-        "BLOCK_COLUMNS": _BLOCK_COLUMNS,
-    }
-    programs = len(tables) * (row.shape[0] + 1)
-    return [Launch(page_tables_kernel, programs, arguments, constants)] if programs else []
+    constants = {"GROUPS": len(tables), "PAGE_SIZE": problem.page_size, **_CONSTANTS}
+    return Launch(page_tables_kernel, len(tables) * (row.shape[0] + 1), arguments, constants)
 
 
-def _check_block_tables(block_tables, sequences, widths, device):
-    if len(block_tables) != len(widths):
-        raise ValueError(f"block_tables: expected {len(widths)} tensors, got {len(block_tables)}")
-    for g, (block_table, width) in enumerate(zip(block_tables, widths, strict=True)):
-        name, shape = f"block_tables[{g}]", (sequences, width)
-        expect(name, block_table, shape, device=device, dtype=torch.int32, contiguous=True)
+class Row(NamedTuple):
+    """A row of a table, the ring that its columns are, and the blocks that it gets.
+
+    Logical page p lies in column p % columns. The blocks new_ptr[0 : num_new] go into the columns
+    from first_new on, in the order of the ring.
+    """
+
+    ptr: tl.tensor
+    columns: tl.tensor
+    new_ptr: tl.tensor
+    first_new: tl.tensor
+    num_new: tl.tensor
 
 
 # the small tensors are parts of one upload, so their alignment is that of chance
 @triton.jit(
     do_not_specialize=["num_sequences", "num_slots", "num_pages", "stride_slot_group"],
     do_not_specialize_on_alignment=[
-        "edit_ptr",
-        "edit_start_ptr",
-        "edit_page_ptr",
+        "new_block_ptr",
+        "new_block_start_ptr",
+        "first_new_page_ptr",
         "row_ptr",
         "query_start_ptr",
         "context_len_ptr",
@@ -155,9 +95,9 @@ def page_tables_kernel(
     table_ptrs,
     block_table_ptrs,
     all_columns,
-    edit_ptr,
-    edit_start_ptr,
-    edit_page_ptr,
+    new_block_ptr,
+    new_block_start_ptr,
+    first_new_page_ptr,
     row_ptr,
     query_start_ptr,
     context_len_ptr,
@@ -178,7 +118,6 @@ def page_tables_kernel(
     group = tl.program_id(0) // (num_sequences + 1)
     sequence = tl.program_id(0) % (num_sequences + 1)
     columns = choose(all_columns, group, GROUPS)
-    table_ptr = choose(table_ptrs, group, GROUPS)
     slot_ptr += group.to(tl.int64) * stride_slot_group
     first = tl.load(query_start_ptr + sequence)
     if sequence == num_sequences:
@@ -190,22 +129,25 @@ def page_tables_kernel(
             start += BLOCK_TOKENS
         return
 
-    row = tl.load(row_ptr + sequence).to(tl.int64)
-    is_live = row >= 0
-    table_ptr += row * columns
+    table_row = tl.load(row_ptr + sequence).to(tl.int64)
+    is_live = table_row >= 0
     entry = group * num_sequences + sequence
-    first_edit = tl.load(edit_start_ptr + entry)
-    num_edits = tl.load(edit_start_ptr + entry + 1) - first_edit
-    num_edits = tl.where(is_live, num_edits, 0)
-    edit_ptr += first_edit
-    edit_column = tl.load(edit_page_ptr + entry) % columns
+    first_new = tl.load(new_block_start_ptr + entry)
+    num_new = tl.load(new_block_start_ptr + entry + 1) - first_new
+    row = Row(
+        choose(table_ptrs, group, GROUPS) + table_row * columns,
+        columns,
+        new_block_ptr + first_new,
+        tl.load(first_new_page_ptr + entry) % columns,
+        tl.where(is_live, num_new, 0),
+    )
 
     start = 0
-    while start < num_edits:
+    while start < row.num_new:
         index = start + tl.arange(0, BLOCK_EDITS)
-        live = index < num_edits
-        block = tl.load(edit_ptr + index, mask=live)
-        tl.store(table_ptr + (edit_column + index) % columns, block, mask=live)
+        live = index < row.num_new
+        block = tl.load(row.new_ptr + index, mask=live)
+        tl.store(row.ptr + (row.first_new + index) % columns, block, mask=live)
         start += BLOCK_EDITS
 
     width = tl.minimum(columns, num_pages)
@@ -214,10 +156,7 @@ def page_tables_kernel(
     while start < width:
         column = start + tl.arange(0, BLOCK_COLUMNS)
         live = column < width
-        block = edited_entry(
-            table_ptr, column, live & is_live, columns, edit_ptr, edit_column, num_edits
-        )
-        tl.store(block_table_ptr + column, block, mask=live)
+        tl.store(block_table_ptr + column, read_entry(row, column, live & is_live), mask=live)
         start += BLOCK_COLUMNS
 
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first
@@ -228,10 +167,7 @@ def page_tables_kernel(
         token = start + tl.arange(0, BLOCK_TOKENS)
         live = (token < num_tokens) & (first + token < num_slots)
         position = context + token
-        column = position // PAGE_SIZE % columns
-        block = edited_entry(
-            table_ptr, column, live & is_live, columns, edit_ptr, edit_column, num_edits
-        )
+        block = read_entry(row, position // PAGE_SIZE % columns, live & is_live)
         slot = block.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         tl.store(slot_ptr + token, tl.where(block < 0, -1, slot), mask=live)
         start += BLOCK_TOKENS
@@ -248,10 +184,10 @@ def choose(values, group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def edited_entry(table_ptr, column, live, columns, edit_ptr, edit_column, num_edits):
-    """The blocks in these columns of a row after its edits; -1 where not live."""
-    index = (column - edit_column + columns) % columns
-    is_new = index < num_edits
-    kept = tl.load(table_ptr + column, mask=live & (index >= num_edits), other=-1)
-    new = tl.load(edit_ptr + index, mask=live & is_new, other=-1)
+def read_entry(row: Row, column, live):
+    """The blocks in these columns of a row once its new ones are there; -1 where not live."""
+    index = (column - row.first_new + row.columns) % row.columns
+    is_new = index < row.num_new
+    kept = tl.load(row.ptr + column, mask=live & (index >= row.num_new), other=-1)
+    new = tl.load(row.new_ptr + index, mask=live & is_new, other=-1)
     return tl.where(is_new, new, kept)

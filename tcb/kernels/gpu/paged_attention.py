@@ -1,248 +1,274 @@
-"""Causal attention of packed chunks whose context lies in pages: checks, tile choice and launches.
+"""Causal attention of packed chunks whose context lies in pages: programs that walk a work list.
 
-    out[t, h] = sum_j softmax_j(scale * query[t, h] . key[j, h // group]) value[j, h // group]
+    out[t, h] = sum_j softmax_j(scale * query[t, h] . key[j, h // q_per_kv]) value[j, h // q_per_kv]
 
-over the positions j that token t sees. Knows nothing of layers, caches' owners or who runs when.
+over the positions j that token t sees. The query heads that share a key-value head are packed into
+the rows of a tile: row r of a sequence is token r // Q_PER_KV, head r % Q_PER_KV.
 """
 
-import torch
+from collections.abc import Iterator
 
-from tcb.kernels.checks import expect, expect_rank
-from tcb.kernels.contract import (
-    DTYPES,
-    Launch,
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcb.kernels.contract import Attention, BatchShape, Listing, WorkList
+from tcb.kernels.gpu import work_list as lists
+from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, start
+from tcb.kernels.gpu.tile import (
+    Factors,
+    Pages,
+    Source,
+    add_sink,
+    attend_tiles,
     block_width,
-    check_attention,
-    check_heads,
-    check_window,
-    shared_alignment,
-    softmax_factors,
-    start,
+    divide,
+    fold_options,
+    load_rows,
+    no_keys,
 )
-from tcb.kernels.dispatch import use_triton
-from tcb.kernels.gpu.tuning import choose_tile, read_device
-from tcb.kernels.gpu.work_list import BatchShape, WorkList, reserve
-from tcb.kernels.gpu.work_list import plan_launches as plan_list
+from tcb.kernels.gpu.tuning import DeviceFacts, Tile, choose_tile, read_device
 
 # programs of the grid for each processor of the device: more than run at once on any of them, so
 # that the hardware keeps each as full as it can; they take the tiles in turn, the longest first
 _PROGRAMS = 8
 
 
-def paged_attention(
-    query,
-    key,
-    value,
-    key_cache,
-    value_cache,
-    block_table,
-    query_start,
-    context_len,
-    *,
-    window=None,
-    softcap=None,
-    sinks=None,
-    scale=None,
-    out=None,
-    deterministic=False,
-    work_list=None,
-):
-    """Attend from the new tokens of every sequence to its cached context and themselves, causally.
-
-    query        [tokens, heads, dim]
-    key, value   [tokens, kv_heads, dim | value_dim], of the new tokens; not read from the cache
-    key_cache    [blocks, page_size, kv_heads, dim]      value_cache  [..., value_dim]
-    block_table  [sequences, columns] int32; logical page p of a sequence is in column p % columns
-    query_start  [sequences + 1] int32; sequence i owns the tokens query_start[i]:query_start[i + 1]
-    context_len  [sequences] int32; its positions that are in the cache, before its new tokens
-    window       a query at position i sees the positions j with i - window < j <= i
-    softcap      scores become softcap * tanh(score / softcap)
-    sinks        [heads], one more logit a head in the denominator
-    scale        dim**-0.5 by default
-    deterministic  a token's bits depend on its own sequence alone: not on the batch around it, nor
-                 on where chunks begin, one of a single token included. One tile shape serves all,
-                 that of few rows, so long chunks take several times as long
-    work_list    what `list_work` returned for these lengths, shapes and options; it serves all
-                 layers that share them. Without one it is made anew; torch operations need none
-
-    Returns out [tokens, heads, value_dim] in the dtype of query. Tokens of no sequence (padding)
-    are 0 in a new `out`; in a given one they are left as they are. Any strides, last axis dense.
-    Raises ValueError on a shape, dtype, device or option that does not fit, and for `deterministic`
-    where torch operations serve a CPU, whose bits nobody promises.
-    """
-    check_attention(query, key_cache, value_cache, block_table, context_len, window, sinks, out)
-    tokens, heads, dim = query.shape
-    kv_heads, value_dim = value_cache.shape[2:]
-    sequences, device, dtype = context_len.shape[0], query.device, query.dtype
-    expect("key", key, (tokens, kv_heads, dim), device=device, dtype=dtype)
-    expect("value", value, (tokens, kv_heads, value_dim), device=device, dtype=dtype)
-    expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
-    factors = softmax_factors(scale, softcap, dim)
-    if not use_triton(query):
-        if deterministic:
-            raise ValueError("deterministic: expected False for torch operations, got True")
-        from tcb.kernels.cpu import operations as torch_ops
-
-        return torch_ops.paged_attention(
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start,
-            context_len,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            scale=scale,
-            out=out,
-        )
+def attend(problem: Attention, deterministic: bool, work_list: WorkList | None) -> Tensor:
+    """`paged_attention` of a problem that was checked."""
+    query, value, out = problem.query, problem.value, problem.out
     if out is None:
-        out = query.new_zeros(tokens, heads, value_dim)
-    if tokens and sequences:
-        device_facts = read_device(device.type, device.index)
-        tensors = query, key, value, key_cache, value_cache, block_table, query_start, context_len
-        options = sinks, out, window, softcap is not None, factors, deterministic
-        if work_list is None:
-            lengths = query_start, context_len
-            work_list = list_work(
-                query, value, *lengths, window=window, deterministic=deterministic
-            )
-        start(plan_launches(device_facts, *tensors, *options, work_list), query)
+        out = query.new_zeros(*query.shape[:2], value.shape[2])
+    if query.shape[0] and problem.context_len.shape[0]:
+        facts = read_device(query.device.type, query.device.index)
+        lengths = problem.query_start, problem.context_len
+        listing = Listing(query, value, *lengths, problem.options.window, deterministic)
+        tiles = choose_tiles(facts, listing)
+        work = fill_list(tiles[0], listing) if work_list is None else work_list
+        start(plan_launches(facts, problem._replace(out=out), tiles, work), query)
     return out
 
 
-def list_work(
-    query, value, query_start, context_len, *, window=None, deterministic=False
-) -> WorkList | None:
-    """List the tiles of a batch on the device, for the `work_list` of `paged_attention`.
+def list_work(problem: Listing) -> WorkList:
+    """`list_work` of a problem that was checked."""
+    device = problem.query.device
+    shape, _, _ = choose_tiles(read_device(device.type, device.index), problem)
+    return fill_list(shape, problem)
 
-    Tensors and options are those of `paged_attention`; of query and value only shapes and dtype
-    count, so one list serves all layers of the same heads and the same window. None where torch
-    operations attend. Raises ValueError on a tensor or an option that does not fit.
-    """
-    expect_rank("query", query, 3, "[tokens, heads, dim]")
-    expect_rank("context_len", context_len, 1, "[sequences]")
-    tokens, device, sequences = query.shape[0], query.device, context_len.shape[0]
-    expect("query", query, query.shape, device=device, dtype=DTYPES)
-    expect("value", value, (tokens, None, None), device=device, dtype=query.dtype)
-    check_heads(query.shape[1], value.shape[1])
-    check_window(window)
-    expect("query_start", query_start, (sequences + 1,), device=device, dtype=torch.int32)
-    expect("context_len", context_len, (sequences,), device=device, dtype=torch.int32)
-    if not use_triton(query):
-        return None
-    facts = read_device(device.type, device.index)
-    shape, _, _ = choose_tiles(facts, query, value, context_len, window, deterministic)
-    work = reserve(shape, device)
-    start(plan_list(work, query_start, context_len), query)
+
+def fill_list(shape: BatchShape, problem: Listing) -> WorkList:
+    """The list of a batch of this shape."""
+    work = lists.reserve(shape, problem.query.device)
+    start(lists.plan_launches(work, problem.query_start, problem.context_len), problem.query)
     return work
 
 
-def plan_launches(
-    device,
-    query,
-    key,
-    value,
-    key_cache,
-    value_cache,
-    block_table,
-    query_start,
-    context_len,
-    sinks,
-    out,
-    window,
-    has_softcap,
-    factors,
-    deterministic=False,
-    work_list=None,
-):
-    """A narrow launch for sequences of few rows and a wide one for the rest, from static shapes.
-
-    Without a work_list their tiles are those of one that nobody fills.
-    """
-    from tcb.kernels.gpu.paged_attention_kernel import paged_attention_kernel
-
-    dim, (kv_heads, value_dim) = query.shape[2], value_cache.shape[2:]
-    shape, narrow, wide = choose_tiles(device, query, value, context_len, window, deterministic)
-    work = reserve(shape, query.device) if work_list is None else work_list
-    if not isinstance(work, WorkList):
-        raise ValueError(f"work_list: expected None or a WorkList, got {type(work).__name__}")
-    if work.shape != shape:
-        raise ValueError(f"work_list: expected one for {shape}, got one for {work.shape}")
-    shares = [(narrow, *work.small())] if shape.small_rows else []
-    shares += [(wide, *work.tiles())] if shape.tile_rows else []
-    strides = (
-        *query.stride()[:2],
-        key.stride(1),
-        value.stride(1),
-        *key_cache.stride()[0:3:2],
-        *value_cache.stride()[0:3:2],
-        block_table.stride(0),
-        *out.stride()[:2],
-    )
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP": shape.group,
-        "DIM": dim,
-        "VALUE_DIM": value_dim,
-        "DIM_BLOCK": block_width(dim),
-        "VALUE_BLOCK": block_width(value_dim),
-        "STRIDE_KEY_CACHE_SLOT": key_cache.stride(1),
-        "STRIDE_VALUE_CACHE_SLOT": value_cache.stride(1),
-        "STRIDE_KEY_TOKEN": key.stride(0),
-        "STRIDE_VALUE_TOKEN": value.stride(0),
-        "PAGE_SIZE": key_cache.shape[1],
-        "ALIGN": shared_alignment(key, value, key_cache, value_cache),
-        "HAS_WINDOW": window is not None,
-        "HAS_SOFTCAP": has_softcap,
-        "HAS_SINKS": sinks is not None,
-        "UPCAST": device.name == "interpreter" and query.dtype == torch.bfloat16,
-    }
-    for tile, item, count in shares:
-        arguments = (
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start,
-            context_len,
-            query if sinks is None else sinks,
-            out,
-            item,
-            count,
-            block_table.shape[1],
-            window or 0,
-            *factors,
-            *strides,
-        )
-        blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "ZONES": tile.zones}
-        yield Launch(
-            paged_attention_kernel,
-            min(device.processors * _PROGRAMS, item.shape[0] * kv_heads),
-            arguments,
-            constants | blocks | tile.launch_options(),
-        )
-
-
-def choose_tiles(device, query, value, context_len, window, deterministic):
+def choose_tiles(facts: DeviceFacts, problem: Listing) -> tuple[BatchShape, Tile, Tile]:
     """Return (shape of the work list, narrow tile, tile of the other sequences).
 
     If deterministic, narrow tiles serve all: a token meets the same code and the same tiles of
     keys wherever its row lies.
     """
+    query, value, sequences = problem.query, problem.value, problem.context_len.shape[0]
     tokens, heads, dim = query.shape
-    kv_heads, value_dim = value.shape[1:]
-    sequences, group = context_len.shape[0], heads // kv_heads
-    size = query.element_size(), max(dim, value_dim), group, device.shared
-    narrow = choose_tile(device.name, "narrow", *size)
-    wide = narrow if deterministic else choose_tile(device.name, "wide", *size)
+    q_per_kv = heads // value.shape[1]
+    size = query.element_size(), max(dim, value.shape[2]), q_per_kv, facts.shared
+    narrow = choose_tile(facts.name, "narrow", *size)
+    wide = narrow if problem.deterministic else choose_tile(facts.name, "wide", *size)
     small_rows, tile_rows = narrow.rows, wide.rows
-    if deterministic or (sequences == 1 and tokens * group > narrow.rows):
+    if problem.deterministic or (sequences == 1 and tokens * q_per_kv > narrow.rows):
         small_rows = 0
-    elif tokens * group <= narrow.rows:
+    elif tokens * q_per_kv <= narrow.rows:
         tile_rows = 0
-    return BatchShape(tokens, sequences, group, window, small_rows, tile_rows), narrow, wide
+    shape = BatchShape(tokens, sequences, q_per_kv, problem.window, small_rows, tile_rows)
+    return shape, narrow, wide
+
+
+def plan_launches(
+    facts: DeviceFacts,
+    problem: Attention,
+    tiles: tuple[BatchShape, Tile, Tile],
+    work: WorkList,
+) -> Iterator[Launch]:
+    """A narrow launch for sequences of few rows and a wide one for the rest, from static shapes.
+
+    The problem has an `out`.
+    """
+    shape, narrow, wide = tiles
+    if not isinstance(work, WorkList):
+        raise ValueError(f"work_list: expected None or a WorkList, got {type(work).__name__}")
+    if work.shape != shape:
+        raise ValueError(f"work_list: expected one for {shape}, got one for {work.shape}")
+    query, key, value, key_cache, value_cache, block_table, *lengths, options, out = problem
+    assert out is not None, "out: expected a tensor, got None"
+    dim, (kv_heads, value_dim) = query.shape[2], value.shape[1:]
+    factors, has = fold_options(options, query, facts)
+    rows = Rows.of(query), Rows.of(key), Rows.of(value)
+    records = *rows, Cache.of(key_cache), Cache.of(value_cache), Rows.of(out)
+    integers = block_table, *lengths
+    sinks = query if options.sinks is None else options.sinks
+    constants = {
+        "KEYS": Width(dim, block_width(dim), key_cache.stride(1), key.stride(0)),
+        "VALUES": Width(value_dim, block_width(value_dim), value_cache.stride(1), value.stride(0)),
+        "KV_HEADS": kv_heads,
+        "Q_PER_KV": shape.q_per_kv,
+        "PAGE_SIZE": key_cache.shape[1],
+        "ALIGN": shared_alignment(key, value, key_cache, value_cache),
+        "HAS": has,
+    }
+    shares = [(narrow, *work.small())] if shape.small_rows else []
+    shares += [(wide, *work.tiles())] if shape.tile_rows else []
+    for tile, item, count in shares:
+        lengths_and_options = block_table.shape[1], options.window or 0, factors
+        arguments = *records, *integers, sinks, item, count, *lengths_and_options
+        yield Launch(
+            paged_attention_kernel,
+            min(facts.processors * _PROGRAMS, item.shape[0] * kv_heads),
+            (*arguments, block_table.stride(0)),
+            constants
+            | {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "ZONES": tile.zones}
+            | tile.launch_options(),
+        )
+
+
+def shared_alignment(*tensors: Tensor) -> int:
+    """Elements in 16 bytes, the widest load, if all tensors begin and step on 16 bytes; else 1."""
+    size = tensors[0].element_size()
+    steps = (step * size for tensor in tensors for step in tensor.stride()[:-1])
+    starts = (tensor.data_ptr() for tensor in tensors)
+    return 1 if any(number % 16 for number in (*starts, *steps)) else 16 // size
+
+
+@triton.jit
+def distance(there_ptr, here_ptr, ALIGN: tl.constexpr):
+    """Elements from here_ptr to there_ptr, a multiple of ALIGN."""
+    BITS: tl.constexpr = here_ptr.dtype.element_ty.primitive_bitwidth
+    elements = (there_ptr.to(tl.int64) - here_ptr.to(tl.int64)) // (BITS // 8)
+    return tl.multiple_of(elements, ALIGN)
+
+
+@triton.jit
+def find_source(cache: Cache, chunk: Rows, head, origin, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Keys or values of one head; origin is where the chunk would have position 0's row."""
+    ptr = cache.ptr + head * cache.stride_head
+    chunk_ptr = chunk.ptr + (origin * WIDTH.stride_token + head * chunk.stride_head)
+    return Source(ptr, cache.stride_block, distance(chunk_ptr, ptr, ALIGN))
+
+
+# the integers of a batch are parts of larger tensors, so their alignment is that of chance
+@triton.jit(
+    do_not_specialize=["count_ptr", "columns", "window", "stride_table_sequence"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def paged_attention_kernel(
+    query: Rows,
+    key: Rows,
+    value: Rows,
+    key_cache: Cache,
+    value_cache: Cache,
+    out: Rows,
+    block_table_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    sinks_ptr,
+    item_ptr,
+    count_ptr,
+    columns,
+    window,
+    factors: Factors,
+    stride_table_sequence,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ZONES: tl.constexpr,
+):
+    """Attend from every tile of a work list, for each key-value head, whatever the grid is.
+
+    Program p of P serves the pairs (item, head) p, p + P, p + 2P, ... of the list. ZONES walks the
+    tiles of keys between the left edge of the window and the diagonal without masks.
+    """
+    for work in tl.range(tl.program_id(0), tl.load(count_ptr) * KV_HEADS, tl.num_programs(0)):
+        head = tl.cast(work % KV_HEADS, tl.int64)
+        sequence = tl.load(item_ptr + work // KV_HEADS * 2)
+        first_row = tl.load(item_ptr + work // KV_HEADS * 2 + 1) * BLOCK_M
+        query_start = tl.load(query_start_ptr + sequence)
+        rows = (tl.load(query_start_ptr + sequence + 1) - query_start) * Q_PER_KV
+        context_len = tl.load(context_len_ptr + sequence)
+
+        row = first_row + tl.arange(0, BLOCK_M)
+        inside = row < rows
+        token = (query_start + row // Q_PER_KV).to(tl.int64)
+        query_head = head * Q_PER_KV + row % Q_PER_KV
+        query_row = query.ptr + (token * query.stride_token + query_head * query.stride_head)
+        queries = load_rows(query_row, inside, KEYS, True)
+        first_position = context_len + first_row // Q_PER_KV
+        last_position = context_len + tl.minimum(first_row + BLOCK_M - 1, rows - 1) // Q_PER_KV
+        position = tl.minimum(context_len + row // Q_PER_KV, last_position)
+
+        first_key = tl.maximum(first_position - window + 1, 0) if HAS.window else 0
+        end_key = last_position + 1
+        first_tile = first_key // BLOCK_N
+        end_tile = tl.cdiv(end_key, BLOCK_N)
+        chunk_origin = (query_start - context_len).to(tl.int64)
+        keys = find_source(key_cache, key, head, chunk_origin, KEYS, ALIGN)
+        values = find_source(value_cache, value, head, chunk_origin, VALUES, ALIGN)
+        table_ptr = block_table_ptr + sequence.to(tl.int64) * stride_table_sequence
+
+        sums = no_keys(BLOCK_M, VALUES.block)
+        full_tile = first_tile
+        edge_tile = first_tile
+        if ZONES:
+            # every row sees all of the tiles [full_tile, edge_tile)
+            edge_tile = tl.maximum((first_position + 1) // BLOCK_N, first_tile)
+            if HAS.window:
+                full_tile = tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N)
+                full_tile = tl.minimum(tl.maximum(full_tile, first_tile), end_tile)
+                edge_tile = tl.maximum(edge_tile, full_tile)
+        for zone in tl.static_range(3):
+            # 0: left edge of the window, 1: full, 2: diagonal
+            if zone == 2 or (ZONES and (zone == 1 or HAS.window)):
+                sums = attend_tiles(
+                    sums,
+                    queries,
+                    position,
+                    first_tile if zone == 0 else (full_tile if zone == 1 else edge_tile),
+                    full_tile if zone == 0 else (edge_tile if zone == 1 else end_tile),
+                    first_key,
+                    end_key,
+                    context_len,
+                    window,
+                    factors,
+                    keys,
+                    values,
+                    Pages(table_ptr, columns),
+                    KEYS,
+                    VALUES,
+                    PAGE_SIZE,
+                    BLOCK_N,
+                    HAS,
+                    HAS_CHUNK=True,
+                    MASKED=zone != 1,
+                )
+        total, row_max, row_sum = sums
+        # rows and heads anew, from a value that the compiler cannot know: kept for the epilogue
+        # they would hold up to 57 registers a thread through the loops (sm_80, head size 256)
+        row += tl.load(query_start_ptr + sequence, volatile=True) - query_start
+        inside = row < rows
+        token = (query_start + row // Q_PER_KV).to(tl.int64)
+        query_head = head * Q_PER_KV + row % Q_PER_KV
+        if HAS.sinks:
+            sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
+            total, row_sum = add_sink(total, row_max * factors.score, row_sum, sink)
+        out_row = out.ptr + (token * out.stride_token + query_head * out.stride_head)
+        column = tl.arange(0, VALUES.block)
+        tl.store(
+            out_row[:, None] + column[None, :],
+            divide(total, row_sum).to(out.ptr.dtype.element_ty),
+            mask=inside[:, None] & (column < VALUES.dim)[None, :],
+        )

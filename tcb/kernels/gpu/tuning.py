@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-# the most parts that a decoding sequence is cut into
-MAX_SPLITS = 128
+from tcb.kernels.contract import MAX_SPLITS
+
 # a part of fewer keys costs more to start than to read
 MIN_PART_KEYS = 256
 # programs of a decode that share a processor, where its row does not say otherwise
@@ -53,12 +53,14 @@ class DeviceFacts:
     shared: int | None = None
 
 
-def _wide(*shape: int, **options: Any) -> Tile:
-    return Tile(*shape, zones=True, options=options)
+def _wide(rows: int, keys: int, warps: int = 4, stages: int = 2, **options: Any) -> Tile:
+    return Tile(rows, keys, warps, stages, zones=True, options=options)
 
 
-def _narrow(*shape: int, residency: int = DECODE_RESIDENCY) -> Tile:
-    return Tile(*shape, residency=residency)
+def _narrow(
+    rows: int, keys: int, warps: int = 4, stages: int = 2, residency: int = DECODE_RESIDENCY
+) -> Tile:
+    return Tile(rows, keys, warps, stages, residency=residency)
 
 
 # (device class, kind): ((largest head size, tile), ...) for elements of 2 bytes. Wide tiles are for
@@ -163,21 +165,21 @@ def list_rows(name: str, kind: str, element_size: int) -> tuple[tuple[int, Tile]
 
 
 def choose_tile(
-    name: str, kind: str, element_size: int, dim: int, group: int, shared: int | None = None
+    name: str, kind: str, element_size: int, dim: int, q_per_kv: int, shared: int | None = None
 ) -> Tile:
     """The tile of a device class for a "wide" or "narrow" launch; dim is the larger head size.
 
-    group is the number of query heads that share a key-value head: a narrow tile holds all of them
-    where registers allow, so that keys are read once. shared is `DeviceFacts.shared`: the first row
-    that fits it is taken, those of larger head sizes and of other devices included. Raises
-    ValueError for a head size that no row serves, and if no row fits.
+    q_per_kv is the number of query heads that share a key-value head: a narrow tile holds all of
+    them where registers allow, so that keys are read once. shared is `DeviceFacts.shared`: the
+    first row that fits it is taken, those of larger head sizes and of other devices included.
+    Raises ValueError for a head size that no row serves, and if no row fits.
     """
     table = list_rows(name, kind, element_size)
     smaller = list_rows("other", kind, element_size) if name != "interpreter" else ()
     rows = [tile for largest, tile in (*table, *smaller) if dim <= largest]
     if not rows:
         raise ValueError(f"query: expected head sizes of at most {table[-1][0]}, got {dim}")
-    tiles = [_hold_group(tile, dim, group) if kind == "narrow" else tile for tile in rows]
+    tiles = [_hold_heads(tile, dim, q_per_kv) if kind == "narrow" else tile for tile in rows]
     if shared is None:
         return tiles[0]
     needs = [shared_need(name, tile, element_size, dim) for tile in tiles]
@@ -236,11 +238,11 @@ def read_device(kind: str, index: int | None) -> DeviceFacts:
 def describe_device(kind: str, properties: Any, is_hip: bool) -> DeviceFacts:
     """The facts that torch's properties of an accelerator of type `kind` tell."""
     if kind == "xpu":
-        shared = getattr(properties, "local_mem_size", None)
-        return DeviceFacts("other", properties.max_compute_units, shared or None)
+        local = getattr(properties, "local_mem_size", None)
+        return DeviceFacts("other", properties.max_compute_units, local or None)
     # the most that a program can ask for; some devices and versions only say what it gets unasked
-    shared = getattr(properties, "shared_memory_per_block_optin", 0)
-    shared = max(shared, getattr(properties, "shared_memory_per_block", 0)) or None
+    names = "shared_memory_per_block_optin", "shared_memory_per_block"
+    shared = max(getattr(properties, name, 0) for name in names) or None
     if is_hip:
         arch = properties.gcnArchName.split(":")[0]
         name = "gfx950" if arch == "gfx950" else "gfx9" if arch.startswith("gfx9") else "other"
@@ -249,6 +251,6 @@ def describe_device(kind: str, properties: Any, is_hip: bool) -> DeviceFacts:
     return DeviceFacts(name, properties.multi_processor_count, shared)
 
 
-def _hold_group(tile: Tile, dim: int, group: int) -> Tile:
-    rows = min(1 << (group - 1).bit_length(), 64 if dim <= 128 else 32)
+def _hold_heads(tile: Tile, dim: int, q_per_kv: int) -> Tile:
+    rows = min(1 << (q_per_kv - 1).bit_length(), 64 if dim <= 128 else 32)
     return replace(tile, rows=max(tile.rows, rows))
