@@ -1,26 +1,36 @@
-"""The pool of blocks: which are free, idle or held, and which content each one can be found by.
+"""The pool of blocks: which are free, idle or held, and which content each can be found by; and the
+supply, the blocks that one plan may hand out.
 
-Knows nothing of sequences, of what a block's bytes mean, or of which layer group asks: one pool
-serves all groups.
+One pool serves all layer groups.
 """
 
 import sys
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from itertools import chain
 
 ROOT_HASH = bytes(16)
 
 
 def hash_page(parent: bytes, tokens: Seq[int]) -> bytes:
-    """The 128-bit content hash of one full page, chained to the page before it; equal in every
-    process.
+    """The 128-bit content hash of one full page, chained to the page before it.
+
+    It is equal in every process.
     """
     ids = array("i", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
     return blake2b(parent + ids.tobytes(), digest_size=16).digest()
+
+
+def extend_hashes(block_hashes: list[bytes], tokens: Seq[int], page_size: int) -> None:
+    """Append the hash of every full page of `tokens`, which follow the pages hashed so far."""
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        parent = block_hashes[-1] if block_hashes else ROOT_HASH
+        block_hashes.append(hash_page(parent, tokens[start : start + page_size]))
 
 
 class BlockPool:
@@ -29,7 +39,8 @@ class BlockPool:
 
     `free` is a stack: the block given back last is handed out first, so a pool larger than its use
     stays untouched. `idle` is ordered by the time of the last reader: the block that has waited
-    longest is handed out first.
+    longest is handed out first. `block_of[g]` and `hash_of` are the prefix index: the block of a
+    hash in group g, and the (group, hash) of a block.
     """
 
     __slots__ = ("block_of", "free", "hash_of", "idle", "num_blocks", "readers")
@@ -67,7 +78,7 @@ class BlockPool:
         self.readers[block] += 1
 
     def drop(self, block: int) -> None:
-        """Take one reader away; without readers the block becomes idle if it is registered, else
+        """Take one reader away; the last one leaves the block idle if it is registered, else
         free.
         """
         assert self.readers[block] > 0, f"block {block} has no reader to drop"
@@ -79,9 +90,7 @@ class BlockPool:
                 self.free.append(block)
 
     def register(self, block: int, group: int, block_hash: bytes) -> None:
-        """Let a held block be found by its content; the first block of equal content stays the one
-        that is found.
-        """
+        """Let a held block be found by its hash; of blocks with equal content the first stays."""
         if block_hash not in self.block_of[group] and block not in self.hash_of:
             self.block_of[group][block_hash] = block
             self.hash_of[block] = (group, block_hash)
@@ -99,24 +108,6 @@ class BlockPool:
         self.free.extend(self.idle)
         self.idle.clear()
 
-    def check(self) -> None:
-        """Assert that every block is in exactly one of free, idle and held, and that the index is a
-        bijection.
-        """
-        held = {block for block, readers in enumerate(self.readers) if readers}
-        assert len(self.free) + len(self.idle) + len(held) == self.num_blocks, (
-            "a block is lost or twice"
-        )
-        assert len({*self.free, *self.idle, *held}) == self.num_blocks, "a block is in two places"
-        assert all(block in self.hash_of for block in self.idle), "an idle block has no content"
-        assert not any(block in self.hash_of for block in self.free), (
-            "a free block is still registered"
-        )
-        assert all(self.block_of[g][d] == b for b, (g, d) in self.hash_of.items()), (
-            "index is broken"
-        )
-        assert sum(map(len, self.block_of)) == len(self.hash_of), "index holds a forgotten block"
-
     def _leave_free(self, block: int) -> None:
         # blocks are handed out from the end of the stack, so the search is as short as what one
         # plan gives back
@@ -125,3 +116,65 @@ class BlockPool:
                 del self.free[place]
                 return
         raise AssertionError(f"block {block} is not available")
+
+
+class Supply:
+    """The blocks that one plan may hand out, counted without taking any from the pool.
+
+    The order is: given back by this plan, free, idle, given back but registered. `left` is how many
+    can still be taken.
+    """
+
+    def __init__(self, pool: BlockPool):
+        self.left = pool.available
+        self._pool = pool
+        self._stock = chain(reversed(pool.free), pool.idle)
+        self._recycled: list[int] = []
+        self._retired: deque[int] = deque()
+        self._readers: dict[int, int] = {}
+        self._given: set[int] = set()
+        self._claimed: set[int] = set()
+
+    def readers(self, block: int) -> int:
+        """Readers that the block has left, after what this plan released."""
+        return self._readers.get(block, self._pool.readers[block])
+
+    def release(self, block: int) -> None:
+        """Count one reader less; without readers the block can be handed out by this plan."""
+        self._readers[block] = readers = self.readers(block) - 1
+        if readers == 0:
+            self.left += 1
+            retired = block in self._pool.hash_of
+            (self._retired if retired else self._recycled).append(block)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Name `count` blocks; there must be as many `left`."""
+        blocks = (self._next(),) if count == 1 else tuple([self._next() for _ in range(count)])
+        self._given.update(blocks)
+        self.left -= count
+        return blocks
+
+    def find(self, group: int, block_hash: bytes) -> int | None:
+        """The block that holds this page, unless this plan promised it to new content."""
+        block = self._pool.find(group, block_hash)
+        return None if block in self._given else block
+
+    def cost(self, blocks: Iterable[int | None]) -> int:
+        """How many blocks sharing these would take out of the supply; None is no block."""
+        return sum(
+            block is not None and block not in self._claimed and self.readers(block) == 0
+            for block in blocks
+        )
+
+    def claim(self, blocks: tuple[int, ...]) -> None:
+        """Share these blocks: their content stays, so this plan hands none of them out."""
+        self.left -= self.cost(blocks)
+        self._claimed.update(blocks)
+
+    def _next(self) -> int:
+        while True:
+            block = self._recycled.pop() if self._recycled else next(self._stock, None)
+            if block is None:
+                block = self._retired.popleft()
+            if block not in self._claimed:
+                return block

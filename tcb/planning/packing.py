@@ -84,7 +84,7 @@ def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
     new_block, new_block_start, first_new_page = _pack_new_blocks(len(state.groups), plan)
     num_decodes = len(decodes)
     for chunk in plan.ordered_chunks:
-        sequence = state.find(chunk.seq_id)
+        sequence = state.live(chunk.seq_id)
         token_ids += _chunk_tokens(sequence, chunk)
         positions += range(chunk.start, chunk.end)
         rows.append(chunk.row)

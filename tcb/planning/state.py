@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tcb.planning.blocks import ROOT_HASH, BlockPool, hash_page
+from tcb.planning.blocks import BlockPool, extend_hashes
 from tcb.planning.groups import LayerGroup, num_columns
 from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Chunk, Preemption, SampledTokens
@@ -51,10 +51,8 @@ class Sequence:
     room: int = 0
     row: int = NO_ROW
     block_hashes: list[bytes] = field(default_factory=list)
-    num_hashed: int = 0
     hash_next_at: int = NEVER
-    host: list[list[int]] | None = None
-    preempted: bool = False
+    host: list[list[int]] = field(default_factory=list)
     parent: int | None = None
     unforked: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -71,6 +69,11 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens that the host knows."""
         return self.num_prompt + len(self.generated)
+
+    @property
+    def was_running(self) -> bool:
+        """True once the sequence was in a batch: when it waits, it was preempted."""
+        return self.started >= 0
 
     def known(self, start: int = 0, end: int = NEVER) -> list[int]:
         """A copy of the known tokens from position `start` to before `end`; all by default."""
@@ -98,8 +101,12 @@ class State:
     next_seq_id: int = 0
 
     def find(self, seq_id: int) -> Sequence | None:
-        """The live sequence of this id."""
+        """The live sequence of this id, if there is one."""
         return self.running.get(seq_id) or self.waiting.get(seq_id)
+
+    def live(self, seq_id: int) -> Sequence:
+        """The live sequence of this id, which must be one."""
+        return self.running.get(seq_id) or self.waiting[seq_id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,7 @@ def apply_arrival(state: State, request: Request) -> Sequence:
     )
     if state.share:
         sequence.hash_next_at = state.page_size - sequence.num_prompt
-        _extend_hashes(state, sequence)
+        extend_hashes(sequence.block_hashes, request.prompt, state.page_size)
         _join_parent(state, sequence)
     state.next_seq_id += 1
     state.seq_ids[request.id] = seq_id
@@ -155,7 +162,7 @@ def apply_cancel(state: State, request_id: str) -> list[Sequence]:
     seq_id = state.seq_ids.get(request_id)
     if seq_id is None:
         return []
-    ended = [state.find(seq_id)]
+    ended = [state.live(seq_id)]
     ended += [s for s in state.waiting.values() if s.parent == seq_id and s.row == NO_ROW]
     for sequence in ended:
         _end(state, sequence)
@@ -169,7 +176,7 @@ def apply_new_weights(state: State) -> None:
         _to_waiting(state, sequence)
         _restart(sequence)
     for sequence in state.waiting.values():
-        if sequence.host is not None:
+        if sequence.host:
             _leave_host(state, sequence)
             _restart(sequence)
     state.pool.forget_all()
@@ -199,7 +206,7 @@ def apply_results(
     """Append a landed batch's tokens and end what is complete; tokens of ended ones are dropped."""
     finished, streamed = [], []
     running, waiting, logprobs = state.running, state.waiting, results.logprobs
-    for index, (seq_id, token) in enumerate(zip(plan.sample_seq_ids, results.tokens, strict=True)):
+    for place, (seq_id, token) in enumerate(zip(plan.sample_seq_ids, results.tokens, strict=True)):
         sequence = running.get(seq_id) or waiting.get(seq_id)
         if sequence is None:
             continue
@@ -211,19 +218,16 @@ def apply_results(
             continue
         generated.append(token)
         if logprobs is not None:
-            sequence.logprobs.append(logprobs[index])
+            sequence.logprobs.append(logprobs[place])
         if request.record_timestamps:
             sequence.timestamps.append(now)
+        if len(generated) > sequence.hash_next_at:
+            _register_pages(state, sequence)
         if token in request.eos or len(generated) >= sequence.limit:
             finished.append(sequence)
-        else:
-            if len(generated) > sequence.hash_next_at:
-                _register_pages(state, sequence)
-            if request.streaming:
-                streamed.append(sequence)
+        elif request.streaming:
+            streamed.append(sequence)
     for sequence in finished:
-        if sequence.error is None and len(sequence.generated) > sequence.hash_next_at:
-            _register_pages(state, sequence)
         _end(state, sequence)
     return StepOutput(tuple(finished), tuple(streamed))
 
@@ -239,7 +243,7 @@ def pages_left(state: State, sequence: Sequence, group: int, position: int) -> i
 
 def _join_parent(state: State, sequence: Sequence) -> None:
     """A fork waits for its parent's prompt, unless there is nothing to share with it."""
-    parent = state.find(state.seq_ids.get(sequence.request.parent, -1))
+    parent = state.find(state.seq_ids.get(sequence.request.parent or "", -1))
     if parent is None or sequence.num_prompt < 2 or parent.computed >= sequence.num_prompt:
         return
     assert parent.request.prompt == sequence.request.prompt, "a fork has its parent's prompt"
@@ -281,16 +285,14 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
 def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
     sequence = state.waiting.pop(chunk.seq_id)
     _leave_parent(state, sequence)
+    _leave_host(state, sequence)
     _pop_named(state.free_rows, chunk.row)
     state.running[chunk.seq_id] = sequence
     sequence.row = chunk.row
-    sequence.preempted = False
-    if sequence.started < 0:
+    if not sequence.was_running:
         sequence.started = now
-    if sequence.host is not None:
-        _leave_host(state, sequence)
-    sequence.num_hashed = 0
     if state.share:
+        # pages that were registered in blocks now lost are registered again
         sequence.hash_next_at = state.page_size - sequence.num_prompt
     return sequence
 
@@ -312,9 +314,7 @@ def _apply_preemption(state: State, preemption: Preemption) -> None:
 def _to_waiting(state: State, sequence: Sequence) -> None:
     """Take a running sequence's row and blocks away and put it first in the queue."""
     del state.running[sequence.seq_id]
-    _drop_all(state, sequence)
-    _free_row(state, sequence)
-    sequence.preempted = True
+    _release(state, sequence)
     state.waiting[sequence.seq_id] = sequence
     state.waiting.move_to_end(sequence.seq_id, last=False)
 
@@ -332,33 +332,28 @@ def _restart(sequence: Sequence) -> None:
 def _leave_host(state: State, sequence: Sequence) -> None:
     for slots in sequence.host:
         state.free_host.extend(reversed(slots))
-    sequence.host = None
+    sequence.host = []
 
 
 def _end(state: State, sequence: Sequence) -> None:
-    _leave_parent(state, sequence)
     state.running.pop(sequence.seq_id, None)
     state.waiting.pop(sequence.seq_id, None)
     del state.seq_ids[sequence.request.id]
-    if sequence.host is not None:
-        _leave_host(state, sequence)
-    _drop_all(state, sequence)
-    _free_row(state, sequence)
+    _leave_parent(state, sequence)
+    _leave_host(state, sequence)
+    _release(state, sequence)
 
 
-def _free_row(state: State, sequence: Sequence) -> None:
+def _release(state: State, sequence: Sequence) -> None:
+    """Give row and blocks back, the deepest page first: a prefix outlives what follows it."""
     if sequence.row != NO_ROW:
         state.free_rows.append(sequence.row)
         sequence.row = NO_ROW
-
-
-def _drop_all(state: State, sequence: Sequence) -> None:
-    """Give all blocks back, the deepest page first: a prefix outlives what follows it."""
-    pool, tables = state.pool, sequence.tables
+    tables = sequence.tables
     for depth in range(1, max(map(len, tables)) + 1):
         for table in tables:
             if depth <= len(table):
-                pool.drop(table[-depth])
+                state.pool.drop(table[-depth])
     for table in tables:
         table.clear()
     sequence.room = 0
@@ -376,23 +371,14 @@ def _drop_left(state: State, sequence: Sequence, position: int) -> None:
             sequence.first[g] += count
 
 
-def _extend_hashes(state: State, sequence: Sequence) -> None:
-    """Hash every full page of known tokens that has no block_hash yet."""
-    page_size, block_hashes = state.page_size, sequence.block_hashes
-    for page in range(len(block_hashes), sequence.num_known // page_size):
-        parent = block_hashes[-1] if block_hashes else ROOT_HASH
-        tokens = sequence.known(page * page_size, (page + 1) * page_size)
-        block_hashes.append(hash_page(parent, tokens))
-
-
 def _register_pages(state: State, sequence: Sequence) -> None:
     """Register every page whose tokens are known and whose keys and values are launched."""
-    full = min(sequence.computed, sequence.num_known) // state.page_size
-    if full > len(sequence.block_hashes):
-        _extend_hashes(state, sequence)
-    for g, table in enumerate(sequence.tables):
-        first = sequence.first[g]
-        for page in range(max(sequence.num_hashed, first), min(full, first + len(table))):
-            state.pool.register(table[page - first], g, sequence.block_hashes[page])
-    sequence.num_hashed = max(full, sequence.num_hashed)
-    sequence.hash_next_at = (sequence.num_hashed + 1) * state.page_size - sequence.num_prompt
+    page_size, block_hashes = state.page_size, sequence.block_hashes
+    registered = (sequence.hash_next_at + sequence.num_prompt) // page_size - 1
+    full = min(sequence.computed, sequence.num_known) // page_size
+    if full > len(block_hashes):
+        extend_hashes(block_hashes, sequence.known(len(block_hashes) * page_size), page_size)
+    for g, (table, first) in enumerate(zip(sequence.tables, sequence.first, strict=True)):
+        for page in range(max(registered, first), min(full, first + len(table))):
+            state.pool.register(table[page - first], g, block_hashes[page])
+    sequence.hash_next_at = (max(full, registered) + 1) * page_size - sequence.num_prompt

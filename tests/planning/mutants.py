@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("toy.py", "serving.py", "workloads.py", "test_toy_device.py")
+SUPPORT = ("pool_check.py", "toy.py", "serving.py", "workloads.py", "test_toy_device.py")
 # the random workloads of two shards, and all that have a name
 CHOSEN = "not random_workloads or random_workloads[0] or random_workloads[1]"
 SECONDS = 150
@@ -62,25 +62,25 @@ MUTANTS = (
     # supply
     Mutant(
         "a block promised to new content is found by its old",
-        "supply.py",
+        "blocks.py",
         "return None if block in self._given else block",
         "return block",
     ),
     Mutant(
         "a block that is to be shared is handed out",
-        "supply.py",
-        "if block not in self._claimed:\n                return block",
-        "return block",
+        "blocks.py",
+        "            if block not in self._claimed:\n                return block",
+        "            return block",
     ),
     Mutant(
         "sharing an idle block does not lower the supply",
-        "supply.py",
+        "blocks.py",
         "        self.left -= self.cost(blocks)\n",
         "",
     ),
     Mutant(
         "a block is given back by the first of its readers",
-        "supply.py",
+        "blocks.py",
         "        if readers == 0:\n",
         "        if readers <= 1:\n",
     ),
@@ -100,25 +100,25 @@ MUTANTS = (
     Mutant(
         "the oldest is preempted first",
         "schedule.py",
-        "draft.state.running[newer.pop()]",
-        "draft.state.running[newer.pop(0)]",
+        "running[newer.pop()]",
+        "running[newer.pop(0)]",
     ),
     Mutant(
         "preemption takes from older sequences too",
         "schedule.py",
-        "if seq_id > sequence.seq_id and seq_id not in planned",
-        "if seq_id != sequence.seq_id and seq_id not in planned",
+        "if s > sequence.seq_id and s not in planned",
+        "if s != sequence.seq_id and s not in planned",
     ),
     Mutant(
         "preemption takes from sequences of the batch",
         "schedule.py",
-        "if seq_id > sequence.seq_id and seq_id not in planned",
-        "if seq_id > sequence.seq_id and seq_id not in draft.preempted",
+        "if s > sequence.seq_id and s not in planned",
+        "if s > sequence.seq_id and s not in draft.preemptions",
     ),
     Mutant(
         "a preempted sequence decodes in the same batch",
-        "schedule.py",
-        "[seq_id for seq_id in seq_ids if seq_id not in draft.preempted]",
+        "draft.py",
+        "[seq_id for seq_id in seq_ids if seq_id not in self.preemptions]",
         "seq_ids",
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload is planned without host slots",
-        "schedule.py",
-        "if 0 < num_blocks <= draft.host_left:",
+        "draft.py",
+        "if 0 < num_blocks <= self.host_left:",
         "if 0 < num_blocks:",
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "a chunk in the middle of a prompt samples",
         "draft.py",
-        "samples=start + count == sequence.length",
-        "samples=True",
+        "samples = start + count == sequence.length",
+        "samples = True",
     ),
     Mutant(
         "a batch takes more tokens than its budget",
@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "what comes back from the host lands in blocks of another group",
         "draft.py",
-        "groups = zip(sequence.host, fresh, strict=True)",
-        "groups = zip(sequence.host[::-1], fresh, strict=True)",
+        "restored = zip(sequence.host, fresh, strict=False)",
+        "restored = zip(sequence.host[::-1], fresh, strict=False)",
     ),
     # admission
     Mutant(
@@ -203,9 +203,9 @@ MUTANTS = (
     ),
     Mutant(
         "two sequences get one row",
-        "admission.py",
-        "        next(draft.rows),\n",
-        "        draft.state.free_rows[-1],\n",
+        "draft.py",
+        "sequence, next(self._rows), start",
+        "sequence, self.state.free_rows[-1], start",
     ),
     # state
     Mutant(
@@ -223,20 +223,20 @@ MUTANTS = (
     Mutant(
         "a generated page is found a page late",
         "state.py",
-        "(sequence.num_hashed + 1) * state.page_size - sequence.num_prompt",
-        "(sequence.num_hashed + 2) * state.page_size - sequence.num_prompt",
+        "(max(full, registered) + 1) * page_size - sequence.num_prompt",
+        "(max(full, registered) + 2) * page_size - sequence.num_prompt",
     ),
     Mutant(
         "a page is found before its last token is computed",
         "state.py",
-        "full = min(sequence.computed, sequence.num_known) // state.page_size",
-        "full = sequence.num_known // state.page_size",
+        "full = min(sequence.computed, sequence.num_known) // page_size",
+        "full = sequence.num_known // page_size",
     ),
     Mutant(
         "the last page of an answer is not found",
         "state.py",
-        "if sequence.error is None and len(sequence.generated) > sequence.hash_next_at:",
-        "if False:",
+        "if len(generated) > sequence.hash_next_at:",
+        "if request.max_new_tokens > len(generated) > sequence.hash_next_at:",
     ),
     Mutant(
         "a token in flight is counted for ever",
@@ -247,8 +247,8 @@ MUTANTS = (
     Mutant(
         "an offloaded sequence gets blocks but not their content",
         "draft.py",
-        "restore=_restored(sequence, fresh)",
-        "restore=()",
+        "restore = tuple([p for slots, own in restored for p in zip(slots, own, strict=False)])",
+        "restore = ()",
     ),
     Mutant(
         "an offloaded sequence is computed again from its start",
@@ -277,8 +277,8 @@ MUTANTS = (
     Mutant(
         "a cancelled sequence keeps its host slots",
         "state.py",
-        "    del state.seq_ids[sequence.request.id]\n    if sequence.host is not None:\n",
-        "    del state.seq_ids[sequence.request.id]\n    if False:\n",
+        "    _leave_host(state, sequence)\n    _release(state, sequence)\n",
+        "    _release(state, sequence)\n",
     ),
     Mutant(
         "forks that have not begun outlive their cancelled parent",

@@ -25,6 +25,7 @@ from tcb.planning.state import (
     apply_results,
     new_state,
 )
+from tests.planning.pool_check import check_pool
 from tests.planning.toy import EOS, ToyDevice, ToyModel, alone
 
 
@@ -270,7 +271,7 @@ class Server:
 
     def _check_state(self):
         state, pool = self.state, self.state.pool
-        pool.check()
+        check_pool(pool)
         readers = [0] * len(pool.readers)
         for sequence in chain(state.running.values(), state.waiting.values()):
             self._check_sequence(sequence)
@@ -293,7 +294,7 @@ class Server:
         if sequence.row == NO_ROW:
             assert not any(sequence.tables), "a waiting sequence holds blocks"
             return
-        assert sequence.host is None
+        assert not sequence.host
         end_page = -(-computed // page_size)
         assert sequence.room == end_page * page_size
         for g, group in enumerate(self.workload.groups):

@@ -20,6 +20,7 @@ from tcb.planning.state import (
     apply_results,
     new_state,
 )
+from tests.planning.pool_check import check_pool
 from tests.planning.workloads import layer_group, make_limits
 
 TOKEN = 5
@@ -46,7 +47,7 @@ def launch(state: State, limits: Limits) -> BatchPlan:
     """Plan and apply."""
     plan = plan_batch(state, limits)
     apply_plan(state, plan)
-    state.pool.check()
+    check_pool(state.pool)
     return plan
 
 

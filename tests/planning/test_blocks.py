@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tcb.planning.blocks import ROOT_HASH, BlockPool, hash_page
+from tests.planning.pool_check import check_pool
 
 HASH = hash_page(ROOT_HASH, [1, 2, 3, 4])
 OTHER = hash_page(ROOT_HASH, [1, 2, 3, 5])
@@ -38,7 +39,7 @@ def test_a_digest_is_the_same_in_every_process():
 
 
 def test_a_new_pool_is_free(pool):
-    pool.check()
+    check_pool(pool)
     assert pool.available == 4 and pool.free[-1] == 0
 
 
@@ -46,14 +47,14 @@ def test_a_block_without_content_is_free_again_when_its_reader_leaves(pool):
     pool.take(2)
     assert pool.available == 3 and pool.readers[2] == 1
     pool.drop(2)
-    pool.check()
+    check_pool(pool)
     assert pool.available == 4 and pool.free[-1] == 2 and not pool.idle
 
 
 def test_an_indexed_block_is_idle_and_found_when_its_reader_leaves(pool):
     hold_hashed(pool)
     pool.drop(0)
-    pool.check()
+    check_pool(pool)
     assert pool.available == 4 and list(pool.idle) == [0]
     assert pool.find(0, HASH) == 0
 
@@ -67,7 +68,7 @@ def test_an_idle_block_is_shared_with_its_content(pool):
     hold_hashed(pool)
     pool.drop(0)
     pool.share(0)
-    pool.check()
+    check_pool(pool)
     assert pool.readers[0] == 1 and not pool.idle and pool.find(0, HASH) == 0
 
 
@@ -75,7 +76,7 @@ def test_a_taken_idle_block_forgets_its_content(pool):
     hold_hashed(pool)
     pool.drop(0)
     pool.take(0)
-    pool.check()
+    check_pool(pool)
     assert pool.find(0, HASH) is None and pool.readers[0] == 1
 
 
@@ -102,7 +103,7 @@ def test_idle_blocks_wait_in_the_order_in_which_their_last_reader_left(pool):
 def test_the_first_block_of_equal_content_stays_the_one_that_is_found(pool):
     hold_hashed(pool, 0)
     hold_hashed(pool, 1)
-    pool.check()
+    check_pool(pool)
     assert pool.find(0, HASH) == 0
     pool.drop(1)
     assert 1 in pool.free
@@ -111,7 +112,7 @@ def test_the_first_block_of_equal_content_stays_the_one_that_is_found(pool):
 def test_a_block_has_one_content(pool):
     hold_hashed(pool, 0, 0, HASH)
     pool.register(0, 0, OTHER)
-    pool.check()
+    check_pool(pool)
     assert pool.find(0, OTHER) is None
 
 
@@ -120,7 +121,7 @@ def test_forget_all_leaves_held_blocks_held_and_frees_the_idle(pool):
     hold_hashed(pool, 1, 1, OTHER)
     pool.drop(0)
     pool.forget_all()
-    pool.check()
+    check_pool(pool)
     assert pool.find(0, HASH) is None and pool.find(1, OTHER) is None
     assert pool.readers[1] == 1 and pool.available == 3 and not pool.idle
 
@@ -136,7 +137,7 @@ def test_misuse_is_an_error(pool, misuse):
 @pytest.mark.parametrize("field", ["free", "idle", "readers", "index"])
 def test_check_finds_what_is_broken(pool, field):
     hold_hashed(pool)
-    pool.check()
+    check_pool(pool)
     if field == "free":
         pool.free.append(0)
     elif field == "idle":
@@ -146,4 +147,4 @@ def test_check_finds_what_is_broken(pool, field):
     else:
         del pool.hash_of[0]
     with pytest.raises(AssertionError):
-        pool.check()
+        check_pool(pool)

@@ -12,6 +12,7 @@ from tcb.planning.state import (
     apply_results,
     pages_left,
 )
+from tests.planning.pool_check import check_pool
 from tests.planning.small_cases import TOKEN, arrive, land, launch, make_state, spans, turn
 
 PROMPT = tuple(range(100, 110))
@@ -152,7 +153,7 @@ def test_cancelling_gives_everything_back():
     assert [s.request.id for s in apply_cancel(state, "A")] == ["A"]
     assert (held(state), state.seq_ids, len(state.free_rows)) == (0, {}, 8)
     assert land(state, plan).finished == ()
-    state.pool.check()
+    check_pool(state.pool)
 
 
 def test_cancelling_who_waits_in_host_memory_gives_its_slots_back():
@@ -193,7 +194,7 @@ def test_new_weights_put_everybody_back_in_order_of_arrival():
     turn(state, limits, 3)
     assert list(state.running) == [0, 1]
     apply_new_weights(state)
-    state.pool.check()
+    check_pool(state.pool)
     assert list(state.waiting) == [0, 1, 2] and held(state) == 0
     assert state.pool.hash_of == {} and len(state.pool.free) == 64
     assert [s.computed for s in state.waiting.values()] == [0, 0, 0]
@@ -209,7 +210,7 @@ def test_new_weights_forget_what_is_in_host_memory():
     turn(state, limits, 2)
     assert state.waiting[2].host == [[0]]
     apply_new_weights(state)
-    assert (state.waiting[2].host, state.waiting[2].computed, state.free_host) == (None, 0, [0])
+    assert (state.waiting[2].host, state.waiting[2].computed, state.free_host) == ([], 0, [0])
 
 
 def test_new_weights_while_a_token_is_in_flight_are_refused():

@@ -12,6 +12,7 @@ from tcb.engine import Engine
 from tcb.options.generation import read_options
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.request import Request
+from tests.planning.pool_check import check_pool
 
 # lengths on, below and above the borders of pages of 4 and 8, and of chunks of 16 and 32
 LENGTHS = (5, 23, 40, 12, 1, 64, 33)
@@ -52,7 +53,7 @@ def run(engine: Engine, *, most_steps: int = 5000) -> dict[str, list[int]]:
             assert sequence.error is None, sequence.error
             tokens[sequence.request.id] = sequence.generated
     assert not engine.has_work, f"no end after {most_steps} steps"
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
     assert not any(engine.state.pool.readers), "blocks are held although nothing runs"
     return tokens
 
