@@ -75,6 +75,7 @@ class Engine:
             twin, columns = self._prepared.twin, self.state.columns
             self._runner = Runner(twin, self.layers, groups, columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
+        self._reads_history = False
 
     @property
     def has_work(self) -> bool:
@@ -120,8 +121,9 @@ class Engine:
         """
         return check_prompt(tokens, self.layers.num_embeddings)
 
-    def check(self, prompt_length: int, max_new_tokens: int) -> None:
-        """Raise ValueError if a request of these lengths can never be computed."""
+    def check(self, prompt_length: int, max_new_tokens: int, needs_history: bool = False) -> None:
+        """Raise ValueError if a request of these lengths can never be computed, or needs its
+        history while batches fly."""
         # the last token is sampled, never computed
         positions = prompt_length + max_new_tokens - 1
         if positions > self.limits.max_length:
@@ -129,6 +131,12 @@ class Engine:
                 f"prompt of {prompt_length} tokens and max_new_tokens {max_new_tokens} need "
                 f"{positions} positions; accepted: at most {self.limits.max_length} "
                 "(more num_blocks or max_memory_percent allow more)"
+            )
+        if needs_history and self.limits.depth:
+            raise ValueError(
+                "the options of the request need its history, which is not complete while a batch "
+                "flies; accepted: use_async_batching=False, or these options in the generation "
+                "config"
             )
 
     def mode(self) -> AbstractContextManager[None]:
@@ -139,6 +147,7 @@ class Engine:
         """Queue a request that was checked and whose id is not live; its forks follow it before the
         next step.
         """
+        self._reads_history |= request.processors is not None
         apply_arrival(self.state, request)
 
     def cancel(self, request_id: str) -> list[Sequence]:
@@ -216,7 +225,7 @@ class Engine:
 
     def _histories(self, plan: BatchPlan) -> Histories:
         """Processors and tokens of the samples whose requests bring processors of their own."""
-        if not self.options.needs_history:
+        if not self._reads_history:
             return {}
         sequences = map(self.state.find, plan.sample_seq_ids)
         return {

@@ -137,14 +137,13 @@ class GenerationOptions:
         return replace(self.sampling, seed=own)
 
     def processors_for(
-        self, prompt: Sequence[int], max_new_tokens: int, eos: Iterable[int] | None = None
+        self, prompt: Sequence[int], max_new_tokens: int
     ) -> LogitsProcessorList | None:
         """The logits processors of one request, fresh (some keep state), for `apply_history`; None
         if none is needed."""
         if not self.needs_history:
             return None
-        eos = self.eos if eos is None else eos
-        return build_processors(self._model, self._config, prompt, max_new_tokens, eos)
+        return build_processors(self._model, self._config, prompt, max_new_tokens, self.eos)
 
     def override(self, **request_options: Any) -> "GenerationOptions":
         """The options of one request, None to leave as is: every field of `SamplingParams`,
@@ -223,9 +222,8 @@ def config_within(generation_config: Any) -> Any:
 
 def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any]) -> Any:
     """A copy of the generation config, or of the model's own, with these options set."""
-    given = generation_config
-    if given is None:
-        given = getattr(model, "generation_config", None)
+    own = getattr(model, "generation_config", None)
+    given = copy.deepcopy(own if generation_config is None else generation_config)
     if given is None:
         kind = type(model).__name__
         raise ValueError(f"generation_config is None, and a {kind} has none; accepted: a config")
@@ -233,14 +231,12 @@ def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any])
         kind = type(given).__name__
         raise TypeError(f"generation_config is a {kind}; accepted: a GenerationConfig, and None")
     known = vars(type(given)())
-    for name in options:
+    for name, value in options.items():
         if name not in known or name.startswith("_"):
             raise TypeError(
                 f"generate_batch() got an unexpected keyword argument {name!r}; accepted beside "
                 "its own: the fields of GenerationConfig"
             )
-    given = copy.deepcopy(given)
-    for name, value in options.items():
         if value is not None:
             setattr(given, name, value)
     return given

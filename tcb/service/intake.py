@@ -119,7 +119,9 @@ class Intake:
         """
         for requests in tuple(self._inbox.requests.queue):
             try:
-                engine.check(len(requests[0].prompt), requests[0].max_new_tokens)
+                first = requests[0]
+                reads_history = first.processors is not None
+                engine.check(len(first.prompt), first.max_new_tokens, reads_history)
             except ValueError as error:
                 for request in filter(self._router.holds, requests):
                     self._router.fail_and_deliver(request, error)
@@ -136,7 +138,7 @@ class Intake:
         ordinal = self._next_ordinal()
         prompt = engine.read_prompt(tokens)
         new_tokens = options.new_tokens_for(len(prompt))
-        engine.check(len(prompt), new_tokens)
+        engine.check(len(prompt), new_tokens, options.needs_history)
         now = perf_counter()
         return [
             Request(

@@ -108,7 +108,7 @@ class FakeEngine:
     def read_prompt(self, tokens):
         return check_prompt(tokens, VOCAB)
 
-    def check(self, prompt_length, max_new_tokens):
+    def check(self, prompt_length, max_new_tokens, needs_history=False):
         if prompt_length + max_new_tokens - 1 > self.limits.max_length:
             raise ValueError(f"{prompt_length} + {max_new_tokens} positions; accepted: fewer")
 
