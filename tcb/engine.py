@@ -65,15 +65,13 @@ class Engine:
     ):
         self.model, self.options, self.config = model, options, config
         self._place = _place(model)
-        with _plain_mode(model.device):
-            self._prepared = prepare(model)
-            self.layers: ModelLayers = self._prepared.layers
-            groups = group_layers(self.layers.layers)
-            facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
-            self.limits: Limits = resolve(config, facts)
-            self.state: State = new_state(groups, self.limits)
-            twin, columns = self._prepared.twin, self.state.columns
-            self._runner = Runner(twin, self.layers, groups, columns, self.limits)
+        prepared = prepare(model)
+        self.layers: ModelLayers = prepared.layers
+        groups = group_layers(self.layers.layers)
+        facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
+        self.limits: Limits = resolve(config, facts)
+        self.state: State = new_state(groups, self.limits)
+        self._runner = Runner(prepared, groups, self.state.columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._reads_history = False
 
@@ -182,14 +180,14 @@ class Engine:
         """
         assert not self._flying, f"{len(self._flying)} batches fly while weights are compared"
         prepared = prepare(self.model)
-        if prepared is self._prepared:
+        if prepared is self._runner.prepared:
             return False
         if prepared.layers != self.layers:
             raise RuntimeError(
                 f"{type(self.model).__name__} changed its layers, dtype or device while its cache "
                 "was in use; stop the manager and start another"
             )
-        self._prepared, self._runner.twin = prepared, prepared.twin
+        self._runner.prepared = prepared
         apply_new_weights(self.state)
         return True
 
@@ -207,7 +205,7 @@ class Engine:
     def close(self) -> None:
         """Give the device's memory back; the engine is of no use after it."""
         self._flying.clear()
-        del self._runner, self._prepared
+        del self._runner
 
     def _launch(self, plan: BatchPlan) -> None:
         packed = pack_batch(self.state, plan)

@@ -72,25 +72,13 @@ class PagedBatch:
         write_kv(key, value, *paged.caches, batch.slot[paged.group])
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         if n:
-            paged_decode(
-                query[:n],
-                *paged.caches,
-                table[:n],
-                batch.decode_end,
-                sinks=sinks,
-                out=out[:n],
-                **paged.options,
-            )
+            decodes = (query[:n], *paged.caches, table[:n], batch.decode_end)
+            paged_decode(*decodes, sinks=sinks, out=out[:n], **paged.options)
         if n < table.shape[0]:
             query, key, value = query[n:], key[n:], value[n:]
+            chunks = (query, key, value, *paged.caches, table[n:], *batch.chunks)
             paged_attention(
-                query,
-                key,
-                value,
-                *paged.caches,
-                table[n:],
-                batch.chunk_start,
-                batch.chunk_context,
+                *chunks,
                 sinks=sinks,
                 out=out[n:],
                 deterministic=self._deterministic,
@@ -103,12 +91,8 @@ class PagedBatch:
         """The work list of the batch's chunks, made by the first layer of a group that asks."""
         place = layer.group, query.shape[1]
         if place not in self._work:
+            window, deterministic = layer.options["window"], self._deterministic
             self._work[place] = list_work(
-                query,
-                value,
-                self._batch.chunk_start,
-                self._batch.chunk_context,
-                window=layer.options["window"],
-                deterministic=self._deterministic,
+                query, value, *self._batch.chunks, window=window, deterministic=deterministic
             )
         return self._work[place]

@@ -32,8 +32,8 @@ class BatchTensors:
 
     Sequences that decode come first, chunks after them:
     decode_end                [decodes] int32: positions that each of them sees
-    chunk_start               [chunks + 1] int32: their rows, counted from the first chunk's first
-    chunk_context             [chunks] int32: positions of each that were computed before
+    chunks                    [chunks + 1] int32: where each starts, counted from the first one's
+                              first token; [chunks] int32: positions of each that the cache holds
     """
 
     token_ids: Tensor
@@ -43,8 +43,7 @@ class BatchTensors:
     slot: tuple[Tensor, ...]
     block_table: tuple[Tensor, ...]
     decode_end: Tensor
-    chunk_start: Tensor
-    chunk_context: Tensor
+    chunks: tuple[Tensor, Tensor]
 
 
 class SamplingTensors:
@@ -92,16 +91,14 @@ class Buffers:
         self.page_size, self.device = page_size, device
         self.last_token = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self.sampling = SamplingTensors(max_requests, device)
-        self._windows = tuple(group.window for group in groups)
         self._max_columns = tuple(columns)
-        self._tables = [
-            torch.full(
-                (max_requests, count if group.window is not None else min(count, FIRST_COLUMNS)),
-                -1,
-                dtype=torch.int32,
-                device=device,
-            )
+        first = [
+            count if group.window is not None else min(count, FIRST_COLUMNS)
             for group, count in zip(groups, columns, strict=True)
+        ]
+        self._tables = [
+            torch.full((max_requests, count), -1, dtype=torch.int32, device=device)
+            for count in first
         ]
 
     def load(self, packed: PackedBatch, num_decodes: int) -> BatchTensors:
@@ -140,17 +137,15 @@ class Buffers:
             slot=slot.unbind(),
             block_table=block_tables,
             decode_end=context[:num_decodes] + 1,
-            chunk_start=start[num_decodes:] - num_decodes,
-            chunk_context=context[num_decodes:],
+            chunks=(start[num_decodes:] - num_decodes, context[num_decodes:]),
         )
 
     def _widen(self, pages: int) -> None:
-        for g, table in enumerate(self._tables):
-            if self._windows[g] is None and pages > table.shape[1]:
-                count = min(max(2 * table.shape[1], pages), self._max_columns[g])
-                wider = table.new_full((table.shape[0], count), -1)
-                wider[:, : table.shape[1]] = table
-                self._tables[g] = wider
+        for g, (table, most) in enumerate(zip(self._tables, self._max_columns, strict=True)):
+            rows, count = table.shape
+            if count < min(pages, most):
+                self._tables[g] = table.new_full((rows, min(max(2 * count, pages), most)), -1)
+                self._tables[g][:, :count] = table
 
 
 def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:

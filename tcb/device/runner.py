@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
@@ -18,7 +17,7 @@ from tcb.device.offload import HostBlocks, fork_blocks
 from tcb.kernels import sample
 from tcb.kernels.dispatch import use_triton
 from tcb.model.attention_hook import call_model
-from tcb.model.probe import ModelLayers
+from tcb.model.prepared import Prepared
 from tcb.options.processors import apply_history
 from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Limits
@@ -54,18 +53,18 @@ class InFlightBatch:
 class Runner:
     """The model, its cache and its static buffers. One thread at a time calls `launch`; it keeps
     launch order.
+
+    prepared   the model, exchanged by whoever finds it changed, for one of the same layers
     """
 
     def __init__(
         self,
-        twin: PreTrainedModel,
-        layers: ModelLayers,
+        prepared: Prepared,
         groups: Sequence[LayerGroup],
         columns: Sequence[int],
         limits: Limits,
     ):
-        self.twin, self._limits = twin, limits
-        self._keeps_logits = layers.keeps_logits
+        self.prepared, self._limits, layers = prepared, limits, prepared.layers
         dtype, device = layers.dtype, layers.device
         with torch.inference_mode(False):
             self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)
@@ -85,12 +84,12 @@ class Runner:
             # one new token is a chunk too where bits must not depend on the batch
             batch = self.buffers.load(packed, 0 if self._deterministic else packed.num_decodes)
             logits = call_model(
-                self.twin,
+                self.prepared.twin,
                 batch.token_ids,
                 batch.positions,
                 batch.sample_index,
                 PagedBatch(self._layers, batch, self._deterministic),
-                keeps_logits=self._keeps_logits,
+                keeps_logits=self.prepared.layers.keeps_logits,
             )
             return self._sample(logits, batch, histories)
 
