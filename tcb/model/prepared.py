@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tcb.model.linear import use_onednn
 from tcb.model.probe import ModelLayers, probe
 from tcb.model.structure import Structure, structure
-from tcb.model.twin import PREPARED, twin
+from tcb.model.twin import PREPARED, plain_model, twin
 from tcb.model.weights import Fingerprint, fingerprint
 
 
@@ -37,13 +38,16 @@ class Prepared:
         return type(None), ()
 
 
-def prepare(model: PreTrainedModel) -> Prepared:
+def prepare(model: nn.Module) -> Prepared:
     """The twin of `model` and how it attends: the same object as long as nothing about the model
     changed, weights included; else a new one. Writes one private attribute of the model.
 
-    Raises ValueError if the model cannot be served. What was kept holds modules and weights that
-    the model has dropped since, until then.
+    model   wrapped or not: what `plain_model` finds in it counts
+
+    Raises what `plain_model` raises, and ValueError if the model cannot be served. What was kept
+    holds modules and weights that the model has dropped since, until the next call.
     """
+    model = plain_model(model)
     kept, weights = model.__dict__.get(PREPARED), fingerprint(model)
     if kept is not None and kept.structure.matches(model) and kept.weights.matches(weights):
         return kept

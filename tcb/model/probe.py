@@ -129,14 +129,9 @@ def _check_forward(twin: PreTrainedModel) -> bool:
     """Refuse what the signatures already show; whether forward takes `logits_to_keep`."""
     if getattr(twin.config, "is_encoder_decoder", False):
         raise _Refusal("it is an encoder-decoder model")
-    adapter = getattr(twin, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        kind = type(adapter).__name__
-        raise _Refusal(f"its adapter {kind} puts virtual tokens before the prompt")
     if not hasattr(_embeddings(twin), "weight"):
         raise _Refusal("it has no single table of input embeddings")
-    base: Any = getattr(twin, "get_base_model", lambda: twin)
-    parameters = inspect.signature(type(base()).forward).parameters
+    parameters = inspect.signature(type(twin).forward).parameters
     if not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
         raise _Refusal("its forward takes no further keywords, so no batch reaches its attention")
     return "logits_to_keep" in parameters

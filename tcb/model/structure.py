@@ -35,6 +35,7 @@ _UNSTABLE = frozenset(
         "_is_hf_initialized",
         "_output_capturing_hooks_installed",
         "_compiled_call_impl",
+        "_is_torch_compile",
         "generation_config",
         MANAGER,
         PREPARED,

@@ -312,3 +312,26 @@ def test_what_the_callers_thread_is_set_to_has_no_part_in_it(model, mode):
         assert engine.layers.dtype == torch.float32
         assert serve(engine, PROMPTS, NEW) == tokens
     assert serve(new_engine(model, **SETTINGS), PROMPTS, NEW) == tokens
+
+
+class Adapter(nn.Module):
+    """Around a model, as PEFT wraps it."""
+
+    def __init__(self, inner, **active):
+        super().__init__()
+        self.inner, self.peft_config = inner, {}
+        self.active_peft_config = types.SimpleNamespace(**active)
+
+    def get_base_model(self):
+        return self.inner
+
+
+def test_a_wrapped_model_is_prepared_as_what_it_wraps(model):
+    inside = prepare(model)
+    assert prepare(Adapter(model, is_prompt_learning=False)) is inside
+    assert prepare(torch.compile(model)) is inside
+
+
+def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="accepted: adapters that live in the layers"):
+        prepare(Adapter(model, is_prompt_learning=True))
