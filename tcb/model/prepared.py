@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tcb.model.linear import use_onednn
 from tcb.model.probe import ModelLayers, probe
 from tcb.model.structure import Structure, structure
-from tcb.model.twin import PREPARED, plain_model, twin
+from tcb.model.twin import COPIED, PREPARED, plain_model, twin
 from tcb.model.weights import Fingerprint, fingerprint
 
 
@@ -55,6 +55,7 @@ def prepare(model: nn.Module) -> Prepared:
     with torch.inference_mode(False):
         clone = twin(model)
     use_onednn(clone)
-    prepared = Prepared(clone, probe(model, clone), structure(model), weights)
+    made_of = structure(model, clone.__dict__[COPIED])
+    prepared = Prepared(clone, probe(model, clone), made_of, weights)
     model.__dict__[PREPARED] = prepared
     return prepared

@@ -4,9 +4,10 @@ Objects are compared by identity: whatever was exchanged, though for its equal, 
 Weights are not looked at, and neither is what is inside other objects that a module holds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
+from types import CellType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from tcb.model.twin import (
     MANAGER,
     PREPARED,
     TWIN_CONFIG,
+    cell_content,
     is_dynamic_rope,
     is_gradient_hook,
     modules_of,
@@ -42,9 +44,8 @@ _UNSTABLE = frozenset(
         *TWIN_CONFIG,
     }
 )
-# weights are replaced without a module meaning anything else
-_WEIGHTS = ("_parameters", "_buffers")
-_HOLDERS = (dict, list, tuple, set, PreTrainedConfig)
+_OBJECTS = (nn.Module, PreTrainedConfig)
+_CONTAINERS = (dict, list, tuple, set, PreTrainedConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +76,46 @@ class Structure:
         )
 
 
-def structure(model: nn.Module) -> Structure:
-    """What `model` is made of now. A rotary embedding that writes its frequencies is left out."""
+def structure(model: nn.Module, copied: Iterable[Any] = ()) -> Structure:
+    """What `model` is made of now. A rotary embedding that writes its frequencies is left out.
+
+    copied   what else to look at: lists, dictionaries and cells of closures of which a twin has its
+             own
+    """
     root, seen = unwrap(model), set[int]()
     records = [
-        (holder, _held(holder))
+        record
         for module in modules_of(root)
         if not is_dynamic_rope(module)
-        for holder in _holders(module, seen)
-        if holder is not root
+        for record in _records(module, seen)
+        if record[0] is not root
     ]
-    rest = tuple((holder, held) for holder, held in records if held)
+    records += [(holder, _held(holder)) for holder in copied]
+    rest = tuple(record for record in records if record[1])
     return Structure(_held(root), rest, tuple(holder for holder, held in records if not held))
 
 
-def _holders(start: Any, seen: set[int]) -> Iterator[Any]:
-    """`start`, and whatever it holds that may be written in place, at any depth."""
-    seen.add(id(start))
-    yield start
-    weights = [start.__dict__[name] for name in _WEIGHTS] if isinstance(start, nn.Module) else []
-    for value in _held(start):
-        is_weights = any(value is own for own in weights)
-        if isinstance(value, _HOLDERS) and id(value) not in seen and not is_weights:
-            yield from _holders(value, seen)
+def _records(holder: Any, seen: set[int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """`holder` and what it holds, and the same of whatever in it may be written in place."""
+    held = _held(holder)
+    yield holder, held
+    seen.add(id(holder))
+    if isinstance(holder, nn.Module):
+        # weights are replaced without a module meaning anything else
+        seen |= {id(holder._parameters), id(holder._buffers)}
+    for value in held:
+        if isinstance(value, _CONTAINERS) and id(value) not in seen:
+            yield from _records(value, seen)
 
 
 def _held(holder: Any) -> tuple[Any, ...]:
     """What an object holds. Of a module its class's `forward` too, which may be patched."""
-    if isinstance(holder, nn.Module | PreTrainedConfig):
+    if isinstance(holder, _OBJECTS):
         kind = type(holder)
-        names = holder.__dict__.items()
-        values = [value for name, value in names if name not in _UNSTABLE]
+        values = [value for name, value in holder.__dict__.items() if name not in _UNSTABLE]
         return kind, getattr(kind, "forward", None), *values
+    if isinstance(holder, CellType):
+        return (cell_content(holder),)
     items = holder.values() if isinstance(holder, dict) else holder
     return tuple(item for item in items if not is_gradient_hook(item))
 

@@ -20,8 +20,8 @@ from tcb.model.attention_hook import ATTENTION, register
 
 # on a model: what is kept there between calls, and is neither cloned nor a part of what it means
 PREPARED, MANAGER = "_tcb_prepared", "_cached_continuous_batching_manager"
-# on a twin: all its configurations
-_CONFIGS = "_tcb_configs"
+# on a twin: all its configurations, and what its original had of which it has its own
+_CONFIGS, COPIED = "_tcb_configs", "_tcb_copied"
 # configuration that a twin answers with, whatever the original says: plain outputs, nothing kept
 TWIN_CONFIG = {
     "_output_attentions": False,
@@ -113,6 +113,7 @@ class _Cloner:
         self._modules: dict[int, nn.Module] = {}
         self._configs: dict[int, PreTrainedConfig] = {}
         self._functions: dict[int, Callable] = {}
+        self._copied: list[dict | list | types.CellType] = []
 
     def clone(self, root: nn.Module) -> PreTrainedModel:
         """Two passes: empty modules first, so that references in any direction can be resolved."""
@@ -123,6 +124,7 @@ class _Cloner:
             self._fill(original, self._modules[id(original)].__dict__)
         clone = self._modules[id(root)]
         clone.__dict__[_CONFIGS] = tuple(self._configs.values())
+        clone.__dict__[COPIED] = tuple(self._copied)
         return cast(PreTrainedModel, clone)
 
     def _fill(self, original: nn.Module, state: dict[str, Any]) -> None:
@@ -161,7 +163,11 @@ class _Cloner:
             return self._function(value)
         parts, assemble = _take_apart(value)
         new = [self._rebind(part) for part in parts]
-        return value if all(map(is_, new, parts)) else assemble(*new)
+        if all(map(is_, new, parts)):
+            return value
+        if isinstance(value, dict | list):
+            self._copied.append(value)
+        return assemble(*new)
 
     def _config(self, original: PreTrainedConfig) -> PreTrainedConfig:
         if id(original) not in self._configs:
@@ -180,11 +186,19 @@ class _Cloner:
         if original.__closure__ and id(original) not in self._functions:
             # a function may be held by its own closure: it stands for itself meanwhile
             self._functions[id(original)] = original
-            held = [_cell_content(cell) for cell in original.__closure__]
-            new = [self._rebind(item) for item in held]
-            if not all(map(is_, new, held)):
-                self._functions[id(original)] = _with_closure(original, new)
+            cells = tuple(self._cell(cell) for cell in original.__closure__)
+            if not all(map(is_, cells, original.__closure__)):
+                self._functions[id(original)] = _with_closure(original, cells)
         return self._functions.get(id(original), original)
+
+    def _cell(self, original: types.CellType) -> types.CellType:
+        """A closure's cell; the same one unless what it holds was exchanged."""
+        held = cell_content(original)
+        new = self._rebind(held)
+        if new is held:
+            return original
+        self._copied.append(original)
+        return types.CellType(new)
 
 
 def _take_apart(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
@@ -206,12 +220,8 @@ def _new_partial(function: Callable, args: tuple, keywords: dict, attributes: di
     return new
 
 
-def _with_closure(original: types.FunctionType, contents: Sequence[Any]) -> types.FunctionType:
-    """The same function over other contents; cells that keep theirs are shared."""
-    cells = tuple(
-        cell if new is _cell_content(cell) else types.CellType(new)
-        for cell, new in zip(original.__closure__ or (), contents, strict=True)
-    )
+def _with_closure(original: types.FunctionType, cells: tuple[types.CellType, ...]) -> Callable:
+    """The same function over other cells."""
     code, scope = original.__code__, original.__globals__
     copy = types.FunctionType(code, scope, original.__name__, original.__defaults__, cells)
     copy.__kwdefaults__ = original.__kwdefaults__
@@ -219,7 +229,7 @@ def _with_closure(original: types.FunctionType, contents: Sequence[Any]) -> type
     return copy
 
 
-def _cell_content(cell: types.CellType) -> Any:
+def cell_content(cell: types.CellType) -> Any:
     """What a closure's cell holds; None while it is empty."""
     try:
         return cell.cell_contents

@@ -201,6 +201,39 @@ def test_a_model_cast_to_another_dtype_is_served_in_it(model):
     assert call(model) == call(deepcopy(model))
 
 
+def test_what_a_hook_closes_over_may_change(model):
+    """A dictionary that refers to a module, of which the twin has its own; and a name set anew."""
+    state, sign = {"module": model.lm_head, "sign": 1}, model.lm_head
+
+    def flip(module, args, output):
+        return output * state["sign"] * (1 if sign is module else -1)
+
+    model.lm_head.register_forward_hook(flip)
+    tokens = call(model)
+    assert tokens == expected(model)
+    state["sign"] = -1
+    assert call(model) == expected(model) != tokens
+    sign = model.model
+    assert call(model) == expected(model) == tokens
+
+
+def test_a_hook_that_notes_what_it_sees_leaves_the_twin_in_use(model, probes):
+    seen, count = [], 0
+
+    def note(module, args, output):
+        nonlocal count
+        seen.append(output.shape)
+        count += 1
+
+    model.lm_head.register_forward_hook(note)
+    call(model, persistent_manager=True)
+    before = len(seen)
+    assert before == count > 0
+    call(model, persistent_manager=True)
+    assert len(seen) > before and probes == [model]
+    tcb.destroy_cached_continuous_batching_manager(model)
+
+
 def test_a_second_call_neither_clones_nor_probes(model, probes):
     first = prepare(model)
     tokens = call(model)
