@@ -1,4 +1,4 @@
-"""What the runner asks of the attention kernels: one work list a group, and chunks only if bits
+"""What a batch asks of the attention kernels: one work list a group, and chunks only if bits
 must not depend on the batch.
 """
 
@@ -30,7 +30,7 @@ def on_triton(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each of the runner's operations was called."""
+    """How often each operation of attention was called."""
     counts = {}
 
     def count(name, operation, *args, **options):
