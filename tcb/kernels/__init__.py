@@ -5,7 +5,18 @@ on a CPU an operation needs no Triton. Knows no models and no sequences.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcb.kernels.operations import copy_blocks as copy_blocks
+    from tcb.kernels.operations import gather_blocks as gather_blocks
+    from tcb.kernels.operations import list_work as list_work
+    from tcb.kernels.operations import page_tables as page_tables
+    from tcb.kernels.operations import paged_attention as paged_attention
+    from tcb.kernels.operations import paged_decode as paged_decode
+    from tcb.kernels.operations import sample as sample
+    from tcb.kernels.operations import scatter_blocks as scatter_blocks
+    from tcb.kernels.operations import write_kv as write_kv
 
 __all__ = [
     "copy_blocks",
