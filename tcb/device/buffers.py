@@ -121,13 +121,23 @@ class Buffers:
             packed.first_new_page,
         ]
         tensors = upload(parts, self.device)
-        ids, positions, start, context, rows, index, sample_row, *edits = tensors
+        ids, positions, start, context, rows, index, sample_row, *new_pages = tensors
         token_rows = torch.repeat_interleave(rows, start.diff(), output_size=packed.num_tokens)
         token_ids = torch.where(ids < 0, self.last_token[token_rows], ids)
         shape = len(self._tables), packed.num_tokens
         slot = torch.empty(shape, dtype=torch.int64, device=self.device)
+        new_block, new_block_start, first_new_page = new_pages
         slot, block_tables = page_tables(
-            self._tables, *edits, rows, start, context, self.page_size, num_pages=pages, slot=slot
+            self._tables,
+            new_block,
+            new_block_start,
+            first_new_page,
+            rows,
+            start,
+            context,
+            self.page_size,
+            num_pages=pages,
+            slot=slot,
         )
         return BatchTensors(
             token_ids=token_ids,
