@@ -202,6 +202,7 @@ def test_state_is_written_in_one_module():
 def test_the_writers_are_seen_to_write():
     fields, methods = owned_fields(PACKAGE), pool_writers(PACKAGE)
     assert {"computed", "in_flight", "tables", "running", "waiting", "free", "idle"} <= fields
+    assert {"decodes", "tokens_left"} <= fields
     assert {"take", "share", "drop", "register", "forget"} <= methods
     assert not {"find", "available"} & methods
     for module in OWNED:
@@ -235,7 +236,7 @@ def test_the_writers_are_seen_to_write():
         "table: list = sequence.tables[0]\ntable.sort()",
         "for i, table in enumerate(sequence.tables):\n    table[i] = 0",
         "[table.clear() for table in sequence.tables]",
-        "def f(draft: Draft):\n    draft.sequence.computed = 0",
+        "def f(runner: Runner):\n    runner.sequence.computed = 0",
         "def f(s: Sequence):\n    s.computed = 0",
         "from x import State as Own\ndef f(s: Own):\n    s.computed = 0",
         "def f(s: 'State'):\n    s.computed = 0",
@@ -243,7 +244,7 @@ def test_the_writers_are_seen_to_write():
         "class State:\n    def f(self):\n        self.computed = 0",
         "s = Sequence()\ns.computed = 0",
         "s = make()\ns.computed = 0",
-        "s = Draft()\ns = x.s\ns.computed = 0",
+        "s = Runner()\ns = x.s\ns.computed = 0",
     ],
 )
 def test_writes_are_found(line):
@@ -256,10 +257,10 @@ def test_writes_are_found(line):
         "computed = sequence.computed\ncomputed += 1",
         "tables = list(sequence.tables)\ntables.append([])",
         "tables = sequence.tables\ntables = []\ntables.append(1)",
-        "class Draft:\n    def f(self):\n        self.computed = sequence.computed",
-        "class Draft:\n    def f(cls):\n        x = cls.__new__(cls)\n        x.computed = 0",
-        "draft = Draft()\ndraft.tables[0].append(7)",
-        "def f(draft: Draft):\n    draft.computed += 1",
+        "class Runner:\n    def f(self):\n        self.computed = sequence.computed",
+        "class Runner:\n    def f(cls):\n        x = cls.__new__(cls)\n        x.computed = 0",
+        "runner = Runner()\nrunner.tables[0].append(7)",
+        "def f(runner: Runner):\n    runner.computed += 1",
         "sequence.tables.index(3)",
         "sequence.name.append(3)",
         "state.pool.find(3)",

@@ -6,7 +6,11 @@ It does not run anything: what hides a write behind a call or an attribute it do
 import ast
 
 # module -> its classes, whose fields nobody else writes
-OWNED = {"tcb.planning.state": ("State", "Sequence"), "tcb.planning.blocks": ("BlockPool",)}
+OWNED = {
+    "tcb.planning.state": ("State", "Sequence"),
+    "tcb.planning.blocks": ("BlockPool",),
+    "tcb.planning.draft": ("Draft",),
+}
 MUTATORS = frozenset(
     (
         *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end"),

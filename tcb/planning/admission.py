@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 from tcb.planning.draft import Draft
 from tcb.planning.groups import first_visible_page
-from tcb.planning.plan import Blocks, Chunk
+from tcb.planning.plan import Chunk
 from tcb.planning.state import Sequence
 
 
@@ -77,7 +77,7 @@ def _plan_prompt(draft: Draft, sequence: Sequence, coming: set[bytes]) -> bool:
             break
         end = min(holes)
     shared = tuple(tuple([block for block in blocks if block is not None]) for blocks in found)
-    if not _admit(draft, sequence, hit * page_size, hit, first, shared):
+    if not draft.admit(sequence, hit * page_size, hit, first, shared):
         return False
     coming.update(_completed(draft, draft.chunks[-1]))
     return True
@@ -129,7 +129,9 @@ def _may_fit(draft: Draft, sequence: Sequence, hit: int) -> bool:
     supply, block_hashes, start = draft.supply, sequence.block_hashes, hit * draft.state.page_size
     first, cost = _first_visible(draft, start), 0
     for g in draft.state.sliding:
-        cost += supply.cost(supply.find(g, one) for one in block_hashes[first[g] : hit])
+        found = [supply.find(g, one) for one in block_hashes[first[g] : hit]]
+        assert None not in found, f"group {g} lacks a page of a hit of {hit} pages"
+        cost += supply.cost(found)
     for g in draft.full:
 
         def is_idle(page: int, g: int = g) -> bool:
@@ -137,14 +139,14 @@ def _may_fit(draft: Draft, sequence: Sequence, hit: int) -> bool:
             return block is None or supply.cost([block]) > 0
 
         cost += hit - bisect_left(range(hit), True, key=is_idle)
-    return _fitting(draft, sequence, start, hit, cost) > 0
+    return draft.fitting(sequence, start, hit, cost) > 0
 
 
 def _plan_restore(draft: Draft, sequence: Sequence) -> bool:
     """Admit a sequence whose keys and values come back from the host."""
     end_page = sequence.first[0] + len(sequence.host[0])
     shared = ((),) * draft.num_groups
-    return _admit(draft, sequence, sequence.computed, end_page, tuple(sequence.first), shared)
+    return draft.admit(sequence, sequence.computed, end_page, tuple(sequence.first), shared)
 
 
 def _plan_fork(draft: Draft, sequence: Sequence, parent: Sequence) -> bool:
@@ -160,44 +162,4 @@ def _plan_fork(draft: Draft, sequence: Sequence, parent: Sequence) -> bool:
         for (table, base), low in zip(tables, first, strict=True)
     )
     copy_from = tuple(table[end_page - base] for table, base in tables) if filled else ()
-    return _admit(draft, sequence, start, end_page, first, shared, copy_from)
-
-
-def _admit(
-    draft: Draft,
-    sequence: Sequence,
-    start: int,
-    end_page: int,
-    first: tuple[int, ...],
-    shared: tuple[Blocks, ...],
-    copy_from: Blocks = (),
-) -> bool:
-    """Admit a waiting sequence if there are blocks for all its known tokens; False if not."""
-    cost = draft.supply.cost(block for blocks in shared for block in blocks)
-    count = _fitting(draft, sequence, start, end_page, cost)
-    if count:
-        draft.admit(sequence, start, count, end_page, first, shared, copy_from)
-    return count > 0
-
-
-def _fitting(draft: Draft, sequence: Sequence, start: int, end_page: int, cost: int) -> int:
-    """How many tokens a waiting sequence may compute from `start`; 0 if it has to wait.
-
-    `cost` blocks leave the supply for what it shares. A sequence that has the pool to itself takes
-    what there is: the limits promise that it can always go on page by page.
-    """
-    num_full, num_groups = len(draft.full), draft.num_groups
-    count = draft.tokens_within_budget(sequence, start)
-    left = draft.supply.left - cost - sum(draft.num_restored(sequence))
-    need = num_full * draft.new_pages(sequence.length, end_page)
-    need += (num_groups - num_full) * draft.new_pages(start + count, end_page)
-    # a preempted sequence comes back when the others have a page each to grow into, else it would
-    # be preempted again
-    reserve = len(draft.state.running) * num_groups if sequence.was_running else 0
-    if need + reserve + draft.reserved_blocks <= left:
-        return count
-    if not draft.has_pool_to_itself:
-        return 0
-    count = min(count, draft.room_with(left, end_page) - start)
-    assert count > 0, f"{sequence.request.id!r} fits nowhere: {left} blocks left"
-    return count
+    return draft.admit(sequence, start, end_page, first, shared, copy_from)

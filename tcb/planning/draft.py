@@ -92,25 +92,53 @@ class Draft:
             sequence, sequence.row, start, count, (end_page,) * groups, ((),) * groups, new
         )
 
+    def fitting(self, sequence: Sequence, start: int, end_page: int, cost: int) -> int:
+        """How many tokens a waiting sequence may compute from `start`; 0 if it has to wait.
+
+        The blocks for all its known tokens must be left, besides `cost` blocks that it shares. A
+        sequence that has the pool to itself takes what there is: the limits promise that it can
+        always go on page by page.
+        """
+        num_full = len(self.full)
+        count = self.tokens_within_budget(sequence, start)
+        left = self.supply.left - cost - sum(self.num_restored(sequence))
+        need = num_full * self.new_pages(sequence.length, end_page)
+        need += (self.num_groups - num_full) * self.new_pages(start + count, end_page)
+        # a preempted sequence comes back when the others have a page each to grow into, else it
+        # would be preempted again
+        reserve = len(self.state.running) * self.num_groups if sequence.was_running else 0
+        if need + reserve + self.reserved_blocks <= left:
+            return count
+        if not self.has_pool_to_itself:
+            return 0
+        count = min(count, self.room_with(left, end_page) - start)
+        assert count > 0, f"{sequence.request.id!r} fits nowhere: {left} blocks left"
+        return count
+
     def admit(
         self,
         sequence: Sequence,
         start: int,
-        count: int,
         end_page: int,
         first: tuple[int, ...],
         shared: tuple[Blocks, ...],
-        copy_from: Blocks,
-    ) -> None:
-        """Promise `count` tokens from `start` to a waiting sequence, which reads `shared`."""
+        copy_from: Blocks = (),
+    ) -> bool:
+        """Promise a waiting sequence that reads `shared` its tokens from `start`; False if it does
+        not fit.
+        """
+        cost = self.supply.cost(block for blocks in shared for block in blocks)
+        count = self.fitting(sequence, start, end_page, cost)
+        if not count:
+            return False
         for blocks in shared:
             self.supply.claim(blocks)
         new = self.new_pages(start + count, end_page)
         num_fresh = tuple([pages + new for pages in self.num_restored(sequence)])
         self.rows_left -= 1
-        self._add_chunk(
-            sequence, next(self._rows), start, count, first, shared, num_fresh, copy_from
-        )
+        row = next(self._rows)
+        self._add_chunk(sequence, row, start, count, first, shared, num_fresh, copy_from)
+        return True
 
     def preempt(self, victim: Sequence) -> None:
         """Take all blocks from a running sequence: offload them if the host has room for them."""

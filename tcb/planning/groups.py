@@ -1,9 +1,6 @@
-"""Which layers share block tables, and how many pages a sequence needs in each group.
+"""Which layers share block tables, and how many pages a sequence needs in each group."""
 
-It does not know bytes of memory, block ids, sequences, or what a layer computes.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,7 +23,7 @@ class Layer:
     dim: int
     value_dim: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("layer", 0), ("kv_heads", 1), ("dim", 1), ("value_dim", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; accepted: integers >= {least}")
@@ -111,7 +108,7 @@ def first_visible_page(position: int, window: int | None, page_size: int) -> int
     return 0 if window is None else max(0, position - window + 1) // page_size
 
 
-def _pages_spanned(num_positions, page_size):
+def _pages_spanned(num_positions: int, page_size: int) -> int:
     """Most pages that so many neighbouring positions touch: the first one is the last of a page."""
     return (num_positions - 2) // page_size + 2
 
@@ -125,11 +122,11 @@ class _Split:
     padding: float
 
     @property
-    def num_groups(self):
+    def num_groups(self) -> int:
         return sum(self.groups_of_kind)
 
 
-def _split(kinds, size):
+def _split(kinds: list[list[Layer]], size: int) -> _Split:
     """The fewest groups of each kind in blocks of `size`, and the padding of the worst kind."""
     row_elements = [kind[0].row_elements for kind in kinds]
     counts = tuple(
@@ -142,7 +139,7 @@ def _split(kinds, size):
     return _Split(size, counts, 1 / min(filled) - 1)
 
 
-def _kinds(layers):
+def _kinds(layers: Iterable[Layer]) -> list[list[Layer]]:
     """The layers by kind, each kind in layer order."""
     layers = sorted(layers, key=lambda layer: layer.layer)
     if not layers:
@@ -150,21 +147,21 @@ def _kinds(layers):
     indices = [layer.layer for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError(f"layers names a layer twice: {indices}; accepted: every layer once")
-    kinds = {}
+    kinds: dict[tuple[int | None, ...], list[Layer]] = {}
     for layer in layers:
         shape = (layer.window, layer.kv_heads, layer.dim, layer.value_dim)
         kinds.setdefault(shape, []).append(layer)
     return list(kinds.values())
 
 
-def _sizes(kinds):
+def _sizes(kinds: list[list[Layer]]) -> list[int]:
     """Every block size worth a look: a whole number of layers of some kind, room for any layer."""
     least = max(kind[0].row_elements for kind in kinds)
     sizes = {n * kind[0].row_elements for kind in kinds for n in range(1, len(kind) + 1)}
     return sorted(size for size in sizes if size >= least)
 
 
-def _split_evenly(kind, num_groups):
+def _split_evenly(kind: list[Layer], num_groups: int) -> Iterator[LayerGroup]:
     """The layers of one kind in `num_groups` runs whose lengths differ by at most one."""
     first = kind[0]
     borders = [len(kind) * i // num_groups for i in range(num_groups + 1)]

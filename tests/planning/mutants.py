@@ -197,15 +197,15 @@ MUTANTS = (
     ),
     Mutant(
         "a prompt that waits is let in though its blocks are not there",
-        "admission.py",
-        "if need + reserve + draft.reserved_blocks <= left:",
-        "if draft.reserved_blocks <= left:",
+        "draft.py",
+        "if need + reserve + self.reserved_blocks <= left:",
+        "if self.reserved_blocks <= left:",
     ),
     Mutant(
         "two sequences get one row",
         "draft.py",
-        "sequence, next(self._rows), start",
-        "sequence, self.state.free_rows[-1], start",
+        "row = next(self._rows)",
+        "row = self.state.free_rows[-1]",
     ),
     # state
     Mutant(
