@@ -62,7 +62,7 @@ class Engine:
         options: GenerationOptions,
         config: ContinuousBatchingConfig,
         hints: WorkloadHints | None = None,
-    ):
+    ) -> None:
         self.model, self.options, self.config = model, options, config
         self._place = _place(model)
         prepared = prepare(model)

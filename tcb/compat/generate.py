@@ -1,13 +1,12 @@
-"""`generate(cache_implementation="paged")`: the call of `generate`, answered by a batch.
+"""Answer `generate(cache_implementation="paged")` by a batch, as transformers shapes it."""
 
-It does not know how the batch is generated; that function is handed in.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tcb.planning.request import GenerationOutput
 
 _UNSUPPORTED = (
     "logits_processor",
@@ -62,14 +61,14 @@ def generate_paged(
     return _stack(rows.repeat_interleave(per_prompt, 0), outputs, _filler(pad, eos))
 
 
-def _token(name, model, generation_config, options):
+def _token(name: str, model: nn.Module, generation_config: Any, options: Mapping[str, Any]) -> Any:
     """A special token as `generate` finds it: in the call, in its config, in the model's own."""
     own = getattr(model, "generation_config", None)
     found = [options.get(name), getattr(generation_config, name, None), getattr(own, name, None)]
     return next((token for token in found if token is not None), None)
 
 
-def _mask(rows, mask, pad, eos):
+def _mask(rows: Tensor, mask: Tensor | None, pad: Any, eos: Any) -> Tensor:
     """Which tokens belong to the prompts, bool [prompts, length], read as `generate` reads it."""
     if mask is not None:
         return (mask if mask.dim() == 2 else mask[None]).bool()
@@ -79,7 +78,7 @@ def _mask(rows, mask, pad, eos):
     return rows != pad
 
 
-def _filler(pad, eos):
+def _filler(pad: int | None, eos: Any) -> int:
     """The token behind a row that ended earlier than others."""
     if pad is not None:
         return pad
@@ -87,7 +86,7 @@ def _filler(pad, eos):
     return 0 if first is None or first < 0 else first
 
 
-def _stack(rows, outputs, filler):
+def _stack(rows: Tensor, outputs: Sequence[GenerationOutput], filler: int) -> Tensor:
     """int64 [1, outputs, longest]: each row as it was handed in, and its new tokens."""
     longest = max(len(output.generated_tokens) for output in outputs)
     new = rows.new_full((len(outputs), longest), filler)

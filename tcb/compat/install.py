@@ -1,7 +1,4 @@
-"""Puts functions in the place of transformers' own methods, for all models or for one, and back.
-
-It does not know what the functions do; they come by the names of the methods they replace.
-"""
+"""Put functions in the place of transformers' own methods, for all models or for one, and back."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -56,22 +53,22 @@ def _replace(owner: type, name: str, function: Callable) -> None:
     setattr(owner, name, function)
 
 
-def _as_method(function):
+def _as_method(function: Callable) -> Any:
     """A function of a model as a plain function, so that it binds like one."""
 
     @wraps(function)
-    def method(self, *args, **kwargs):
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
     return method
 
 
-def _generate(generate, generate_paged):
+def _generate(generate: Callable, generate_paged: Callable) -> Any:
     """transformers' `generate`, but for the calls that ask for pages."""
     names = list(signature(generate).parameters)[1:]
 
     @wraps(generate)
-    def method(self, *args, **kwargs):
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cache_implementation") != "paged":
             return generate(self, *args, **kwargs)
         return generate_paged(self, **dict(zip(names, args, strict=False)), **kwargs)

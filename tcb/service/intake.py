@@ -31,7 +31,9 @@ class Intake:
     num_ids   ids `req_<n>` given so far; it goes on for life
     """
 
-    def __init__(self, router: OutputRouter, inbox: Inbox, loop: Loop, options: GenerationOptions):
+    def __init__(
+        self, router: OutputRouter, inbox: Inbox, loop: Loop, options: GenerationOptions
+    ) -> None:
         self._router, self._inbox, self._loop = router, inbox, loop
         self._lock = threading.Lock()
         self._seed: int | None = None

@@ -35,7 +35,7 @@ _LAST_STEP = 10.0
 class Inbox:
     """What any thread leaves for the driver; an entry of `requests` is a request and its forks."""
 
-    def __init__(self, max_size: int):
+    def __init__(self, max_size: int) -> None:
         self.requests: queue.Queue[Entry[Request]] = queue.Queue(max_size)
         self.cancellations: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.wake_up = threading.Event()
@@ -73,7 +73,7 @@ class Loop:
         router: OutputRouter,
         status: BackgroundThreadStatus,
         on_close: Callable[[], None],
-    ):
+    ) -> None:
         self.engine: Engine | None = None
         self.keeps_engine = self.is_open = False
         self.num_steps = 0

@@ -53,7 +53,7 @@ class ContinuousBatchingManager(TransformersManager):
         generation_config: Any,
         continuous_batching_config: Any,
         workload_hints: WorkloadHints | None = None,
-    ):
+    ) -> None:
         self.model, self._hints = model, workload_hints
         self._settings = read_settings(continuous_batching_config)
         self.background_thread_status = BackgroundThreadStatus()

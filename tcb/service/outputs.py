@@ -18,6 +18,7 @@ from tcb.planning.state import Sequence
 logger = logging.getLogger("ContinuousBatchingLogger")
 
 Handler = Callable[[GenerationOutput], object]
+Calls = list[tuple[Handler, GenerationOutput]]
 
 
 def to_output(sequence: Sequence, error: str | None = None) -> GenerationOutput:
@@ -101,7 +102,7 @@ _FIELDS = tuple(GenerationOutput.__dataclass_fields__)
 class OutputQueue:
     """Outputs that nobody has taken yet, oldest first; read like `queue.Queue`, or by id."""
 
-    def __init__(self, changed: threading.Condition):
+    def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._outputs: OrderedDict[int, GenerationOutput] = OrderedDict()
         self._numbers: dict[str, deque[int]] = {}
@@ -238,7 +239,7 @@ class OutputRouter:
 
     def deliver_batch(self, outputs: Iterable[GenerationOutput]) -> None:
         """Bring outputs where they belong, in order; every event loop is called once."""
-        calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, GenerationOutput]]] = {}
+        calls: dict[asyncio.AbstractEventLoop, Calls] = {}
         with self.changed:
             for output in outputs:
                 self._route(output, calls)
@@ -294,9 +295,7 @@ class OutputRouter:
             return self._fed and not request_ids.isdisjoint(self._live)
 
     def _route(
-        self,
-        output: GenerationOutput,
-        calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, GenerationOutput]]],
+        self, output: GenerationOutput, calls: dict[asyncio.AbstractEventLoop, Calls]
     ) -> None:
         request_id, ended = output.request_id, output.is_finished()
         handler = self.result_handlers.get(request_id)
@@ -314,9 +313,7 @@ class OutputRouter:
         elif awaited is None:
             self.output_queue.put(output)
 
-    def _call_soon(
-        self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Handler, GenerationOutput]]
-    ) -> None:
+    def _call_soon(self, loop: asyncio.AbstractEventLoop, batch: Calls) -> None:
         """Hand a batch to its event loop; if that is closed, the outputs are there for all."""
         try:
             loop.call_soon_threadsafe(_call_handlers, batch)
@@ -331,7 +328,7 @@ def _unrun(request: Request, error: str) -> GenerationOutput:
     return failed_output(request.id, request.prompt, error, request.created_time)
 
 
-def _call_handlers(batch: Iterable[tuple[Handler, GenerationOutput]]) -> None:
+def _call_handlers(batch: Calls) -> None:
     """Call every handler; one that raises is logged, and the others get theirs."""
     for handler, output in batch:
         try:

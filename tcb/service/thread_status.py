@@ -1,7 +1,4 @@
-"""What the background thread is asked to do, and what became of it: stop, stand still, died.
-
-It does not know the thread, its work, or who asks; it holds flags and lets threads wait for them.
-"""
+"""Say what the loop is asked to do, and what became of it: stop, stand still, died."""
 
 import threading
 
@@ -15,7 +12,7 @@ class BackgroundThreadStatus:
 
     DONT_STOP, FLUSH_AND_STOP, HARD_STOP, STOPPED = range(4)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.fatal_error: BaseException | None = None
         self._changed = threading.Condition()
         self._own = threading.local()
@@ -106,10 +103,10 @@ class BackgroundThreadStatus:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._stands_still)
 
-    def _is_over(self):
+    def _is_over(self) -> bool:
         return self._status == self.STOPPED or self.fatal_error is not None
 
-    def _count(self, change):
+    def _count(self, change: int) -> None:
         self._holders += change
         self._own.pauses = getattr(self._own, "pauses", 0) + change
         if self._holders == 0:

@@ -241,7 +241,7 @@ def test_a_request_that_another_engine_cannot_compute_ends_alone(new, engines, m
     manager = new()
     names = manager.add_requests([[6], [7] * 9, [8]])
 
-    def short(engine, prompt_length, max_new_tokens):
+    def short(engine, prompt_length, *others):
         if prompt_length > 5:
             raise ValueError(f"{prompt_length} positions; accepted: at most 5")
 
