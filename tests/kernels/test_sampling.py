@@ -1,4 +1,6 @@
-"""Choosing tokens: as transformers' warpers do, alike on Triton and torch, each row for itself."""
+"""Choosing tokens: as transformers' warpers and the reference do, on Triton and torch, each row for
+itself.
+"""
 
 import math
 
@@ -15,6 +17,7 @@ from transformers import (
 from tcb.kernels import sample
 from tcb.kernels.cpu import sampling as torch_sampling
 from tcb.kernels.cpu.sampling import MAX_VOCAB
+from tests.support.draws import assert_is_drawn
 
 SETTINGS = {
     "plain": {},
@@ -173,40 +176,50 @@ def test_extreme_temperatures(device, temperature):
         assert torch.allclose(logprob, torch.full_like(logprob, -math.log(8)), atol=1e-3)
 
 
-# Triton and torch
+# what the reference says, in fp64
+
+
+def choose_by_torch(logits, **made):
+    return torch_sampling.sample(logits.cpu(), **on("cpu", made))
+
+
+@pytest.fixture(params=[sample, choose_by_torch], ids=["triton", "torch"])
+def choose(request):
+    return request.param
+
+
+def check(choose, device, logits, made):
+    token, logprob = choose(logits.to(device), **on(device, made))
+    assert_is_drawn(logits, made, token.cpu(), logprob.cpu())
+    return token.cpu()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 37, 700])
-def test_triton_chooses_what_torch_chooses(device, vocab):
-    rows = 24
-    logits, made = random_logits(rows, vocab), mixed_parameters(rows)
-    token, logprob = sample(logits.to(device), **on(device, made))
-    wanted, wanted_logprob = torch_sampling.sample(logits, **made)
-    assert torch.equal(token.cpu(), wanted)
-    # the logarithm of the sum, in fp32 and fp64: a rounding of a value below 8 each
-    torch.testing.assert_close(logprob.cpu(), wanted_logprob, rtol=0, atol=2e-6)
+def test_tokens_are_those_of_the_reference(choose, device, vocab):
+    check(choose, device, random_logits(24, vocab), mixed_parameters(24))
 
 
-def test_triton_chooses_what_torch_chooses_among_ties(device):
-    rows = 24
-    logits = (random_logits(rows, 300) * 2).round() / 2
-    made = mixed_parameters(rows)
-    token, _ = sample(logits.to(device), **on(device, made))
-    assert torch.equal(token.cpu(), torch_sampling.sample(logits, **made)[0])
+def test_tokens_are_those_of_the_reference_among_ties(choose, device):
+    check(choose, device, (random_logits(24, 300) * 2).round() / 2, mixed_parameters(24))
 
 
-def test_triton_chooses_what_torch_chooses_across_blocks(device):
+def test_tokens_are_those_of_the_reference_across_blocks(choose, device):
     rows, vocab = 3, 9001
     made = parameters(rows, top_p=0.95)
     made["top_k"][1] = 5000
     made["do_sample"][2] = False
     logits = random_logits(rows, vocab, scale=0.1)
     logits[2, 8500] = logits[2, 4500] = 9
-    token, logprob = sample(logits.to(device), **on(device, made))
-    wanted, wanted_logprob = torch_sampling.sample(logits, **made)
-    assert torch.equal(token.cpu(), wanted)
-    assert wanted[2] == 4500
-    torch.testing.assert_close(logprob.cpu(), wanted_logprob, rtol=0, atol=4e-6)
+    assert check(choose, device, logits, made)[2] == 4500
+
+
+def test_triton_draws_with_the_same_numbers_as_torch(device):
+    # 512 equal tokens: the one chosen says the first 9 bits of the number
+    rows, vocab = 12, 512
+    made = parameters(rows)
+    token, _ = sample(torch.zeros(rows, vocab, device=device), **on(device, made))
+    uniform = torch_sampling.draw_uniform(made["seed"], made["position"])
+    assert torch.equal(token.cpu(), (uniform * vocab).long())
 
 
 # a row alone and in company
@@ -308,13 +321,11 @@ def test_what_is_minus_infinity_is_never_drawn(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_are_read_as_fp32(device, dtype):
+def test_other_dtypes_are_read_as_fp32(choose, device, dtype):
     logits = random_logits(8, 90).to(dtype)
     made = mixed_parameters(8)
-    token, logprob = sample(logits.to(device), **on(device, made))
-    wanted, wanted_logprob = torch_sampling.sample(logits.float(), **made)
-    assert torch.equal(token.cpu(), wanted)
-    torch.testing.assert_close(logprob.cpu(), wanted_logprob, rtol=0, atol=2e-6)
+    token = check(choose, device, logits, made)
+    assert torch.equal(token, check(choose, device, logits.float(), made))
 
 
 def test_rows_may_be_strided_and_are_not_written(device):

@@ -1,40 +1,22 @@
-"""Choose one token a row on torch operations: what `sample` means, and what CPU users run.
+"""Choose one token a row on torch operations.
 
     score[i]  = logit[i] / temperature
-    weight[i] = round(2^WEIGHT_BITS * exp(score[i] - max score)), an integer
+    weight[i] = round(UNIT * exp(score[i] - max score)), an integer
     token     = first i with weight[0] + ... + weight[i] > uniform * (sum of all weights)
 
 Weights of tokens that top-k, top-p or min-p removed are 0. Sums of integers below 2^53 are exact in
-any order, and the exponential is made of additions and multiplications only, which IEEE arithmetic
-rounds in one way. So a row's token depends on nothing but its own logits and parameters, and is the
-same here and in the Triton kernel.
-
-It does not check its arguments (the launcher does) and never reads torch's random state.
+any order, so a row's token depends on its own logits and parameters only. torch's random state is
+not read.
 """
 
 import math
 
 import torch
 
-# a token less likely than 2^-35 of the likeliest one has no weight; 2^34 * 2^19 is the 2^53 of
-# exact sums in fp64
-WEIGHT_BITS = 34
+# the weight of the likeliest token: one less likely than 2^-35 of it has none, and those of 2^19
+# tokens sum to at most the 2^53 that fp64 counts
+UNIT = 2.0**34
 MAX_VOCAB = 2**19
-LOG2_E = math.log2(math.e)
-# one and a half times 2^23: a sum of it and |z| < 2^22 has round(z) in its low bits, and less it
-# is round(z)
-ROUND_MAGIC = 12582912.0
-# 2^f on [-1/2, 1/2] as 1 + c1 f + ... + c5 f^5, least largest relative error (9.2e-8, in fp32
-# 1.9e-7)
-EXP2_COEFFICIENTS = (
-    0.6931470036506653,
-    0.24022242426872253,
-    0.05550733581185341,
-    0.009671512991189957,
-    0.001326472731307149,
-)
-# exponents below are all weight 0; without a bound the exponent field would wrap around
-LEAST_EXPONENT = -60.0
 # elements of one block of the two-level argmax
 _BLOCK = 256
 # of so many keys a sort is faster than a histogram
@@ -57,38 +39,31 @@ def sample(
     """One token a row and its log-probability; the contract is that of `tcb.kernels.sample`."""
     if logits.dtype == torch.float64:
         logits = logits.to(torch.float32)
-    if logits.shape[0] == 0:
-        empty = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return empty, empty.to(torch.float32) if want_logprob else None
+    logprob = logits.new_full(logits.shape[:1], math.nan, dtype=torch.float32)
+    if not logits.shape[0]:
+        return torch.empty(0, dtype=torch.int64), logprob if want_logprob else None
     token, best = _argmax(logits)
     token = torch.where(best.isnan(), -1, token)
-    logprob = torch.full_like(best, math.nan, dtype=torch.float32) if want_logprob else None
     if want_logprob:
         for row in (~do_sample & best.isfinite()).nonzero().flatten().tolist():
-            score = logits[row].to(torch.float32)
-            total = weigh(score, best[row].to(torch.float32)).sum(dtype=torch.float64).item()
-            logprob[row] = -_log_mass(total)
+            weight = weigh(logits[row].to(torch.float32), best[row].to(torch.float32))
+            logprob[row] = -_log_mass(weight.sum(dtype=torch.float64).item())
     drawn = do_sample.nonzero().flatten()
-    if drawn.numel():
-        uniforms = uniform_bits(seed[drawn], position[drawn]).tolist()
-        settings = (temperature, top_k, top_p, min_p)
-        columns = (setting[drawn].tolist() for setting in settings)
-        for row, uniform, *setting in zip(drawn.tolist(), uniforms, *columns, strict=True):
-            token[row], row_logprob = _draw(logits[row], uniform, *setting)
-            if want_logprob:
-                logprob[row] = row_logprob
-    return token, logprob
+    uniforms = draw_uniform(seed[drawn], position[drawn]).tolist()
+    columns = (setting[drawn].tolist() for setting in (temperature, top_k, top_p, min_p))
+    for row, uniform, *limits in zip(drawn.tolist(), uniforms, *columns, strict=True):
+        token[row], logprob[row] = _draw(logits[row], uniform, *limits)
+    return token, logprob if want_logprob else None
 
 
-def uniform_bits(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Uniform integers in [0, 2^62) keyed by (seed, position), both int64 of any one shape.
+def draw_uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Multiples of 2^-53 in [0, 1), fp64, keyed by (seed, position), both int64 of any one shape.
 
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed
-    as key and the position as the low half of the counter; the upper 31 bits of the first two
-    words.
+    as key and the position as the low half of the counter; upper bits of the first two words.
     """
     first, second, _, _ = philox(seed, position)
-    return ((first >> 1) << 31) | (second >> 1)
+    return (((first >> 1) << 22) | (second >> 10)).double() * 2.0**-53
 
 
 def philox(seed: torch.Tensor, counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -112,20 +87,8 @@ def philox(seed: torch.Tensor, counter: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def weigh(score: torch.Tensor, top: torch.Tensor | float) -> torch.Tensor:
-    """round(2^WEIGHT_BITS * exp(score - top)) as fp32 integers; score fp32, -inf included, top >=
-    score finite."""
-    exponent = (score - top).mul_(LOG2_E).clamp_(min=LEAST_EXPONENT)
-    whole = exponent + ROUND_MAGIC
-    fraction = exponent.sub_(whole - ROUND_MAGIC)
-    power = fraction * EXP2_COEFFICIENTS[-1]
-    for coefficient in EXP2_COEFFICIENTS[-2::-1]:
-        power.add_(coefficient).mul_(fraction)
-    power.add_(1.0)
-    # times 2^whole: the low bits of `whole` go into the exponent field, the magic bits are shifted
-    # out
-    shift = (whole.view(torch.int32) << 23).add_(WEIGHT_BITS << 23)
-    power.view(torch.int32).add_(shift)
-    return power.add_(0.5).floor_()
+    """round(UNIT * exp(score - top)), fp32 integers; score fp32, -inf included, top >= score."""
+    return (score - top).exp_().mul_(UNIT).round_()
 
 
 def order_key(score: torch.Tensor) -> torch.Tensor:
@@ -153,7 +116,7 @@ def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw(
-    logits: torch.Tensor, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float
+    logits: torch.Tensor, uniform: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[int, float]:
     """One row's token and log-probability; (-1, nan) where there is no distribution to draw
     from."""
@@ -167,7 +130,7 @@ def _draw(
         score = score[ids]
     weight = weigh(score, top)
     if top_p < 1:
-        total = int(weight.sum(dtype=torch.float64).item())
+        total = weight.sum(dtype=torch.float64).item()
         # all tokens this light weigh less than half of what top-p may remove, so the threshold lies
         # above them
         near = weight >= 0.5 * (1 - top_p) * total / weight.numel()
@@ -175,14 +138,13 @@ def _draw(
             places = near.nonzero().flatten()
             ids = places if ids is None else ids[places]
             score, weight = score[places], weight[places]
-        weight = torch.where(_nucleus(score, weight, _share(total, top_p)), weight, 0.0)
+        weight = weight * _nucleus(score, weight, max(math.ceil(top_p * total), 1))
     if min_p > 0:
-        weight = torch.where(weight >= min_p * 2.0**WEIGHT_BITS, weight, 0.0)
+        weight = weight * (weight >= min_p * UNIT)
     mass = weight.cumsum(0, dtype=torch.float64)
     total = mass[-1].item()
-    target = (uniform * int(total)) >> 62
-    place = torch.searchsorted(mass, float(target), right=True).item()
-    token = place if ids is None else ids[place].item()
+    place = int(torch.searchsorted(mass, float(math.floor(uniform * total)), right=True))
+    token = place if ids is None else int(ids[place])
     return token, (score[place] - top).item() - _log_mass(total)
 
 
@@ -207,12 +169,6 @@ def _nucleus(score: torch.Tensor, weight: torch.Tensor, budget: int) -> torch.Te
     return kept
 
 
-def _share(total: int, top_p: float) -> int:
-    """The smallest integer >= top_p * total, exact, and at least 1."""
-    numerator, denominator = max(top_p, 0.0).as_integer_ratio()
-    return max(-(-total * numerator // denominator), 1)
-
-
 def _crossing(
     key: torch.Tensor, weight: torch.Tensor, budget: int
 ) -> tuple[int, int, torch.Tensor]:
@@ -229,20 +185,20 @@ def _crossing(
         # the first digit is signed, and half of the digits are below zero
         digit = (key >> shift) + digits // 2 if shift == 20 else (key >> shift) & (digits - 1)
         reached = torch.bincount(digit, weights=weight, minlength=digits).flip(0).cumsum(0)
-        place = torch.searchsorted(reached, budget - above).item()
+        place = int(torch.searchsorted(reached, budget - above))
         above += reached[place - 1].item() if place else 0.0
         inside = (digit == digits - 1 - place).nonzero().flatten()
         key, weight = key[inside], weight[inside]
         places = inside if places is None else places[inside]
     key, order = key.sort(descending=True, stable=True)
     reached = weight[order].cumsum(0)
-    threshold = key[torch.searchsorted(reached, budget - above)].item()
+    threshold = int(key[torch.searchsorted(reached, budget - above)])
     tied = (key == threshold).nonzero().flatten()
-    first = tied[0].item()
+    first = int(tied[0])
     above += reached[first - 1].item() if first else 0.0
     return threshold, int(above), order[tied] if places is None else places[order[tied]]
 
 
 def _log_mass(total: float) -> float:
     """Natural logarithm of a sum of weights, in units of the highest weight."""
-    return math.log(total) - WEIGHT_BITS * math.log(2)
+    return math.log(total / UNIT)

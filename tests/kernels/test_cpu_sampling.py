@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tcb.kernels.cpu import sampling as torch_sampling
-from tcb.kernels.cpu.sampling import MAX_VOCAB, WEIGHT_BITS, order_key, philox, weigh
+from tcb.kernels.cpu.sampling import MAX_VOCAB, UNIT, order_key, philox, weigh
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1.0, 40.0])
@@ -19,8 +19,8 @@ def test_the_threshold_of_top_p_is_found_to_the_last_bit(scale):
     for row, top_p in zip(logits, (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999), strict=True):
         top_p = torch.tensor(top_p).item()
         weight = weigh(row, row.max())
-        total = int(weight.double().sum())
-        kept = torch_sampling._nucleus(row, weight, torch_sampling._share(total, top_p))
+        total = weight.double().sum().item()
+        kept = torch_sampling._nucleus(row, weight, math.ceil(top_p * total))
         order = row.argsort(descending=True, stable=True)
         before = weight[order].double().cumsum(0) - weight[order]
         assert torch.equal(kept[order], before < top_p * total)
@@ -36,29 +36,44 @@ def test_every_bit_of_seed_and_position_counts():
     bits = torch.ones(64, dtype=torch.int64) << torch.arange(64)
     keys = torch.cat([bits, torch.zeros(65, dtype=torch.int64)])
     counters = torch.cat([torch.zeros(65, dtype=torch.int64), bits])
-    uniform = torch_sampling.uniform_bits(keys, counters)
+    uniform = torch_sampling.draw_uniform(keys, counters)
     assert uniform.unique().numel() == 129
-    assert uniform.min() >= 0 and uniform.max() < 2**62
+    assert uniform.min() >= 0 and uniform.max() < 1
+
+
+def test_uniform_numbers_are_the_first_53_of_62_random_bits():
+    seed = torch.arange(500) * 0x9E3779B97F4A7C15
+    first, second, _, _ = philox(seed, seed + 1)
+    uniform = torch_sampling.draw_uniform(seed, seed + 1)
+    for found, high, low in zip(uniform.tolist(), first.tolist(), second.tolist(), strict=True):
+        assert found == ((high >> 1 << 31 | low >> 1) >> 9) / 2**53
 
 
 def test_weights_are_the_exponential():
     score = -torch.logspace(-8, math.log10(25), 200_001)
     weight = weigh(score, torch.tensor(0.0)).double()
-    exact = score.double().exp() * 2.0**WEIGHT_BITS
-    # half an integer; 2^f and its roundings 1.9e-7; the exponent, below 37, is rounded twice and
-    # scaled by ln 2
-    bound = 0.5 + exact * (1.9e-7 + 1.5 * 2**-24 * score.double().abs())
-    assert ((weight - exact).abs() <= bound).all()
+    exact = score.double().exp() * UNIT
+    # half an integer; one unit in the last place of the exponential
+    assert ((weight - exact).abs() <= 0.5 + exact * 2**-23).all()
     assert torch.equal(weight, weight.round())
+
+
+def test_a_weight_does_not_depend_on_its_place():
+    score = torch.randn(5003, generator=torch.Generator().manual_seed(4)) * 8
+    weight = weigh(score, score.max())
+    for start in range(40):
+        for count in (1, 3, 7, 8, 15, 33, 4096):
+            part = score[start : start + count]
+            assert torch.equal(weigh(part, score.max()), weight[start : start + count])
 
 
 def test_the_highest_score_weighs_the_unit_and_minus_infinity_nothing():
     score = torch.tensor([3.0, -math.inf, 3.0 - 25])
-    assert weigh(score, score[0]).tolist() == [2.0**WEIGHT_BITS, 0, 0]
+    assert weigh(score, score[0]).tolist() == [UNIT, 0, 0]
 
 
 def test_sums_of_weights_are_exact():
-    assert MAX_VOCAB * 2**WEIGHT_BITS <= 2**53
+    assert MAX_VOCAB * UNIT <= 2**53
 
 
 def test_keys_order_as_scores_do():
