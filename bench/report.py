@@ -1,9 +1,12 @@
-"""Turn the JSON files of `bench/results` into the tables of the README and of docs/results.md.
+"""Turn the JSON files of `bench/results` into the tables and the figure of the README and docs.
+
+    python -m bench.report [--write] [--figure]
 
 It measures nothing and rounds only for display; a number that is in no file appears nowhere.
 """
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 from bench.lib.results import RESULTS, ROOT
 
+FIGURE = ROOT / "docs" / "serving.svg"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 # the rows of the README
 HEADLINES = (
@@ -18,20 +22,86 @@ HEADLINES = (
     "serve-cpu-smollm2-chat32",
     "serve-cpu-smollm2-long16",
 )
+TITLES = {
+    "tcb": "tcb",
+    "transformers-cb": "transformers' continuous batching",
+    "generate-padded": "model.generate, padded",
+}
 BEGIN, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
 
 Result = dict[str, Any]
 
 
 def main() -> None:
-    """Print the tables, or write them into README.md and docs/results.md."""
+    """Print the tables, or write them into README.md and docs/results.md; draw the figure."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--write", action="store_true", help="write them into the two pages")
-    if parser.parse_args().write:
+    parser.add_argument("--figure", action="store_true", help="draw docs/serving.svg")
+    given = parser.parse_args()
+    if given.figure:
+        name = next(name for name, result in read().items() if result.get("kind") == "sweep")
+        draw(RESULTS / f"{name}.json", FIGURE)
+    if given.write:
         for path, content in pages(read()).items():
             path.write_text(with_tables(path.read_text(), content))
-    else:
+    if not (given.write or given.figure):
         print(tables(read()))
+
+
+def draw(source: Path, target: Path) -> None:
+    """Draw tokens a second over the number of requests. The same file gives the same picture.
+
+    The picture names what it was made from in its metadata, as `origin` does.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    result = json.loads(source.read_text())
+    facts, points = result["environment"], result["points"]
+    # text as text; identifiers from a fixed salt
+    style = {"svg.hashsalt": "tcb", "svg.fonttype": "none", "font.family": "sans-serif"}
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(7.2, 4.0), layout="constrained")
+        counts = [point["requests"] for point in points]
+        for (name, title), marker in zip(TITLES.items(), "os^", strict=True):
+            speeds = [point["systems"][name]["tokens_per_second"] for point in points]
+            axes.plot(
+                counts, speeds, marker=marker, label=title, linewidth=2 if marker == "o" else 1
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, map(str, counts))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("requests (number)")
+        axes.set_ylabel("generated tokens per second (1/s)")
+        axes.set_title(_sweep_title(result), fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        threads = f", {facts['threads']} threads" if facts["device_type"] == "cpu" else ""
+        figure.supxlabel(
+            f"{facts['device']}{threads}, {_commit(facts)}", fontsize=8, x=0.99, ha="right"
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, format="svg", metadata={"Date": None, "Source": origin(source)})
+        pyplot.close(figure)
+    # the writer ends some lines with blanks
+    lines = [line.rstrip() for line in target.read_text().splitlines()]
+    target.write_text("\n".join(lines) + "\n")
+
+
+def origin(source: Path) -> str:
+    """Return what a picture says it was made from: the name of a file and a hash of its content."""
+    return f"{source.name} sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
+
+
+def _sweep_title(result: Result) -> str:
+    workload = result["workload"]
+    prompt = result["points"][-1]["prompt_tokens"] / result["points"][-1]["requests"]
+    return (
+        f"{result['model']}, {result['dtype']}: prompts of about {prompt:.0f} tokens,"
+        f" {workload['new_tokens']} new tokens each"
+    )
 
 
 def read(folder: Path = RESULTS) -> dict[str, Result]:

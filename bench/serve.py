@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench import models, random_models
 from bench.lib.prompts import WORKLOADS, Workload
 from bench.lib.results import RESULTS, describe, store
 from bench.lib.systems import SYSTEMS, Prompts, Settings, references
+from bench.models import NAMES, open_model
 
-MODELS = [*sorted(models.SOURCES), *random_models.SHAPES]
+# up to so many requests a sweep tries all settings of a system; above, those best at the last trial
+_TRIED = 32
 
 
 def main() -> None:
@@ -32,10 +33,36 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     model, tokenizer = open_model(arguments.model, dtype, device)
-    workload = _workload(arguments)
+    workload = WORKLOADS[arguments.workload].changed(
+        requests=arguments.requests, new_tokens=arguments.new_tokens, length=arguments.length
+    )
+    content = {
+        "kind": "sweep" if arguments.sweep else "serve",
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "workload": {"name": arguments.workload, **asdict(workload)},
+    }
+    if arguments.sweep:
+        del content["workload"]["requests"]
+        content |= sweep(model, tokenizer, workload, arguments)
+    else:
+        content |= compare(model, tokenizer, workload, arguments)
+    content["environment"] = describe(device)
+    which = "-sweep" if arguments.sweep else workload.requests
+    default = f"serve-{device.type}-{arguments.model}-{arguments.workload}{which}"
+    print(sweep_table(content) if arguments.sweep else table(content))
+    print(store(arguments.name or default, content, arguments.out))
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    workload: Workload,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the speed of each system on one workload, and how many requests agree."""
     prompts = workload.prompts(tokenizer, model.config.vocab_size)
     new_tokens = workload.new_tokens
-
     settings, trials = {}, {}
     for name in arguments.systems:
         settings[name], trials[name] = best_settings(name, model, prompts, new_tokens)
@@ -43,33 +70,58 @@ def main() -> None:
     expected = None
     if not arguments.no_reference:
         expected = references(model, arguments.model, prompts, new_tokens, _say_progress)
-
     systems = {
         name: summary(seconds, tokens, expected, settings[name], trials[name])
         for name, (seconds, tokens) in measured.items()
     }
-    content = {
-        "kind": "serve",
-        "model": arguments.model,
-        "dtype": arguments.dtype,
-        "workload": {"name": arguments.workload, **asdict(workload)},
+    return {
         "prompt_tokens": sum(map(len, prompts)),
         "rounds": arguments.rounds,
         "systems": systems,
-        "environment": describe(device),
     }
-    default = f"serve-{device.type}-{arguments.model}-{arguments.workload}{workload.requests}"
-    print(table(content))
-    print(store(arguments.name or default, content, arguments.out))
 
 
-def open_model(
-    name: str, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Return a model by name and its tokenizer; a model of random weights has none."""
-    if name in random_models.SHAPES:
-        return random_models.build(name, dtype, device), None
-    return models.load(name, dtype, device)
+def sweep(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    workload: Workload,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the speed of each system at each number of requests.
+
+    Rounds go over all numbers; none begins that `--minutes` would not let end.
+    """
+    end = time.perf_counter() + 60 * arguments.minutes
+    new_tokens, points = workload.new_tokens, []
+    best: dict[str, str] = {}
+    for count in sorted(arguments.sweep):
+        prompts = replace(workload, requests=count).prompts(tokenizer, model.config.vocab_size)
+        systems: dict[str, dict[str, Any]] = {}
+        for name in arguments.systems:
+            if count <= _TRIED or name not in best:
+                settings, trials = best_settings(name, model, prompts, new_tokens)
+                best[name] = min(trials, key=trials.get)
+            else:
+                settings = SYSTEMS[name].candidates(model, prompts, new_tokens)[best[name]]
+            systems[name] = {"settings": settings, "chosen": best[name], "seconds": []}
+        points.append({"requests": count, "prompts": prompts, "systems": systems})
+    rounds = 0
+    while rounds < arguments.rounds:
+        begin = time.perf_counter()
+        for point in points:
+            settings = {name: kept["settings"] for name, kept in point["systems"].items()}
+            measured = measure(model, point["prompts"], new_tokens, settings, 1, first=rounds)
+            for name, (seconds, _) in measured.items():
+                point["systems"][name]["seconds"] += [round(value, 3) for value in seconds]
+        rounds += 1
+        if 2 * time.perf_counter() - begin > end:
+            break
+    for point in points:
+        point["prompt_tokens"] = sum(map(len, point.pop("prompts")))
+        for kept in point["systems"].values():
+            generated = point["requests"] * new_tokens
+            kept["tokens_per_second"] = round(generated / statistics.median(kept["seconds"]), 2)
+    return {"rounds": rounds, "points": points}
 
 
 def best_settings(
@@ -97,17 +149,19 @@ def measure(
     new_tokens: int,
     settings: dict[str, Settings],
     rounds: int,
+    first: int = 0,
 ) -> dict[str, tuple[list[float], list[list[int]]]]:
     """Return for each system its seconds, one a round, and its tokens in the last round.
 
-    Each round begins with another system, so that none is always the one after the same neighbour.
+    Each round begins with another system, so that none is always the one after the same neighbour;
+    the first one with system number `first`.
     """
     names = list(settings)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     tokens = {}
     for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        begin = (first + turn) % len(names)
+        for name in names[begin:] + names[:begin]:
             spent, tokens[name] = timed(name, model, prompts, new_tokens, settings[name])
             seconds[name].append(spent)
             print(f"round {turn + 1}, {name}: {spent:.2f} s", file=sys.stderr, flush=True)
@@ -163,25 +217,24 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _workload(arguments: argparse.Namespace) -> Workload:
-    changes = {
-        name: value
-        for name, value in (
-            ("requests", arguments.requests),
-            ("new_tokens", arguments.new_tokens),
-            ("length", arguments.length),
-        )
-        if value is not None
-    }
-    return replace(WORKLOADS[arguments.workload], **changes)
+def sweep_table(content: dict[str, Any]) -> str:
+    """Return tokens a second as lines of text: a row a number of requests, a column a system."""
+    names = list(content["points"][0]["systems"])
+    lines = [f"{'requests':>9}" + "".join(f"{name:>18}" for name in names)]
+    for point in content["points"]:
+        speeds = [point["systems"][name]["tokens_per_second"] for name in names]
+        lines.append(f"{point['requests']:9}" + "".join(f"{speed:18.1f}" for speed in speeds))
+    return "\n".join(lines)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--model", choices=MODELS, default="smollm2", metavar="NAME", help=", ".join(MODELS))
+    add("--model", choices=NAMES, default="smollm2", metavar="NAME", help=", ".join(NAMES))
     add("--workload", choices=sorted(WORKLOADS), default="chat")
     add("--requests", type=int, help="prompts, if not those of the workload")
+    add("--sweep", type=_counts, metavar="N,N,...", help="measure each of these numbers of prompts")
+    add("--minutes", type=float, default=8.0, help="of a sweep: no round begins that ends later")
     add("--length", type=int, help="tokens of a prompt, about, if not those of the workload")
     add("--new-tokens", type=int, help="new tokens of each, if not those of the workload")
     add("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="NAME")
@@ -193,6 +246,10 @@ def _parse() -> argparse.Namespace:
     add("--name", help="name of the JSON file, without its ending")
     add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     return parser.parse_args()
+
+
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _say_progress(done: int, total: int) -> None:

@@ -5,7 +5,7 @@ Prompts of any length are text put together from templates by a seed, or random 
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -127,6 +127,10 @@ class Workload:
     length: int
     new_tokens: int
     shared: int = 0
+
+    def changed(self, **fields: int | None) -> "Workload":
+        """The same workload but for the fields that are not None."""
+        return replace(self, **{name: n for name, n in fields.items() if n is not None})
 
     def lengths(self) -> list[int]:
         """Length of each prompt, the common start included; the same in every run."""

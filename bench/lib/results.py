@@ -24,10 +24,11 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "device_type": device.type,
         "cpu": cpu_name(),
+        "cpu_flags": cpu_flags(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit_of(ROOT),
         "dirty": _git("status", "--porcelain", "--", ":/tcb", ":/bench/*.py") != "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -50,12 +51,26 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
+def cpu_flags() -> str:
+    """Return the widest vectors that torch uses on this processor."""
+    known = {"AVX512": "AVX-512", "AVX2": "AVX2 only"}
+    capability = torch.backends.cpu.get_cpu_capability()
+    return known.get(capability, capability)
+
+
 def store(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Write `content` to <folder>/<name>.json and return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def commit_of(source: str | Path) -> str | None:
+    """Return the commit that a folder's tree is at, or that a revision names."""
+    if Path(source).is_dir():
+        return _git("rev-parse", "HEAD", folder=Path(source))
+    return _git("rev-parse", str(source))
 
 
 def _version(package: str) -> str | None:
@@ -65,8 +80,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str, folder: Path = ROOT) -> str | None:
     done = subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() if done.returncode == 0 else None

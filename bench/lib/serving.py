@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from bench import random_models
 from bench.lib import machine
 from bench.lib.prompts import Workload
 from bench.lib.records import Record, Unit
 from bench.lib.systems import SYSTEMS
+from bench.models import build
 from bench.serve import timed
 from tcb.planning.config import NO_EFFECT
 
@@ -63,7 +63,7 @@ def serve(
     end = time.perf_counter() + limit
     workload = _TINY_WORKLOAD if small else _WORKLOAD
     dtype = torch.float32 if small else torch.bfloat16
-    model = random_models.build(name, dtype, device)
+    model = build(name, dtype, device)
     prompts = workload.prompts(None, model.config.vocab_size)
     contenders: dict[str, Record] = {}
     record = {
