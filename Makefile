@@ -13,7 +13,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-kernels test-service compat compat-device compat-engine mutants gpu
-.PHONY: lint types format clean
+.PHONY: bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -49,6 +49,12 @@ mutants: $(VENV)/.stamp  ## seed bugs one by one and see the tests catch each
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 gpu:  ## check and time the kernels and serving on an accelerator, into one JSON file; 8 minutes
 	$(GPU_PYTHON) -m bench.gpu
+
+bench: $(VENV)/.stamp  ## time a step's host cost, attention, sampling and set-up on the CPU
+	$(VENV)/bin/python -m bench.micro
+
+figure: $(VENV)/.stamp  ## draw docs/serving.svg from what bench.serve --sweep measured
+	$(VENV)/bin/python -m bench.report --figure
 
 lint: $(VENV)/.stamp  ## ruff check and ruff format, nothing exempt
 	$(VENV)/bin/ruff check .

@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.prompts import WORKLOADS
 from bench.lib.results import RESULTS, ROOT, commit_of, describe, store
-from bench.models import NAMES
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -150,8 +148,8 @@ def _parse() -> argparse.Namespace:
     add("--base", required=True, help="a git revision, or the folder of another tree")
     add("--new", type=Path, default=ROOT, help="folder of the tree to compare with it")
     add("--what", default="serve,host", help="serve, host, or both (the default)")
-    add("--model", choices=NAMES, default="smollm2", metavar="NAME", help=", ".join(NAMES))
-    add("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["chat", "long"])
+    add("--model", default="smollm2", help="a name that bench.models knows")
+    add("--workloads", nargs="+", default=["chat", "long"], help="of bench.serve")
     add("--requests", type=int, help="prompts, if not those of the workload")
     add("--new-tokens", type=int, help="new tokens of each, if not those of the workload")
     add("--sequences", nargs="+", type=int, default=SEQUENCES, help="of the host's steps")
