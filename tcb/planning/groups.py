@@ -70,7 +70,7 @@ def group_layers(layers: Iterable[Layer], max_padding: float = 0.15) -> tuple[La
         best = min(tight, key=lambda split: (split.num_groups, split.size))
     else:
         best = min(choices, key=lambda split: (split.padding, split.num_groups, split.size))
-    groups = []
+    groups: list[LayerGroup] = []
     for kind, num_groups in zip(kinds, best.groups_of_kind, strict=True):
         groups.extend(_split_evenly(kind, num_groups))
     return tuple(sorted(groups, key=lambda group: group.layers))
