@@ -9,6 +9,7 @@ from tests.support.text import ROOT, code_lines, find, named, rows
 
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "docs" / "results.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -59,8 +60,9 @@ def test_the_core_can_be_read_in_an_hour():
 
 
 def test_every_make_command_exists():
-    commands = set(re.findall(r"^make ([a-z]+)", README, re.MULTILINE))
-    commands |= set(re.findall(r"`make ([a-z]+)`", README))
+    text = README + RESULTS + CONTRIBUTING
+    commands = set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE))
+    commands |= set(re.findall(r"`make ([a-z]+)`", text))
     targets = set(re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE))
     assert {"demo", "test"} <= commands
     assert commands <= targets
