@@ -8,12 +8,13 @@ COMPAT_TRANSFORMERS ?= 5.17.0
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -q
 PYTEST_COMPAT = $(TEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q
-# the output of each half appears in one piece when it ends; a failure of one does not stop the other
+# two at a time, each free place taken by the next; the output of each appears in one piece when it
+# ends, and a failure of one does not stop the others
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-service compat compat-device compat-engine mutants gpu
-.PHONY: bench figure lint types format clean
+.PHONY: help demo test test-kernels test-engine test-rest compat compat-device compat-engine
+.PHONY: mutants mutants-kernels mutants-rest gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -23,14 +24,18 @@ demo: $(VENV)/.stamp  ## continuous batching of a real model, beside transformer
 
 test: $(VENV)/.stamp  ## every test that needs no accelerator, in minutes
 	@echo "kernels in Triton's interpreter and all other tests, side by side; results at the end"
-	@$(SIDE_BY_SIDE) test-kernels test-service
+	@$(SIDE_BY_SIDE) test-kernels test-engine test-rest
 
 # the interpreter is chosen when Triton is loaded, so these tests have a process of their own
 test-kernels: $(VENV)/.stamp
 	$(PYTEST) tests/kernels
 
-test-service: $(VENV)/.stamp
-	$(PYTEST) tests --ignore tests/kernels
+ENGINE_TESTS = tests/engine tests/service tests/compat tests/device tests/model tests/options
+test-engine: $(VENV)/.stamp
+	$(PYTEST) $(ENGINE_TESTS)
+
+test-rest: $(VENV)/.stamp
+	$(PYTEST) tests $(addprefix --ignore ,tests/kernels $(ENGINE_TESTS))
 
 compat: $(VENV_COMPAT)/.stamp  ## the device and engine tests under the oldest transformers supported
 	@echo "device and engine tests under transformers $(COMPAT_TRANSFORMERS), side by side"
@@ -43,7 +48,13 @@ compat-engine: $(VENV_COMPAT)/.stamp
 	$(PYTEST_COMPAT) tests/engine tests/service tests/compat
 
 mutants: $(VENV)/.stamp  ## seed bugs one by one and see the tests catch each
-	$(PYTEST) -m mutants tests
+	@$(SIDE_BY_SIDE) mutants-kernels mutants-rest
+
+mutants-kernels: $(VENV)/.stamp
+	$(PYTEST) -m mutants tests/kernels
+
+mutants-rest: $(VENV)/.stamp
+	$(PYTEST) -m mutants tests --ignore tests/kernels
 
 # needs no network: an environment made here before is used, else the machine's own Python
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
