@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tcb.api import uninstall as uninstall
     from tcb.planning.config import ContinuousBatchingConfig as ContinuousBatchingConfig
     from tcb.planning.limits import WorkloadHints as WorkloadHints
-    from tcb.planning.request import GenerationOutput as GenerationOutput
-    from tcb.planning.request import RequestStatus as RequestStatus
+    from tcb.planning.output import GenerationOutput as GenerationOutput
+    from tcb.planning.output import RequestStatus as RequestStatus
     from tcb.service.manager import ContinuousBatchingManager as ContinuousBatchingManager
 
 __version__ = "0.1.0"
@@ -36,8 +36,8 @@ _HOMES = {
     "ContinuousBatchingManager": "tcb.service.manager",
     "ContinuousBatchingConfig": "tcb.planning.config",
     "WorkloadHints": "tcb.planning.limits",
-    "GenerationOutput": "tcb.planning.request",
-    "RequestStatus": "tcb.planning.request",
+    "GenerationOutput": "tcb.planning.output",
+    "RequestStatus": "tcb.planning.output",
 }
 __all__ = [*_HOMES]
 

@@ -15,7 +15,7 @@ from tcb.compat.generate import generate_paged
 from tcb.model.twin import plain_model
 from tcb.options.generation import GenerationOptions, config_within, read_options
 from tcb.planning.limits import WorkloadHints
-from tcb.planning.request import GenerationOutput
+from tcb.planning.output import GenerationOutput
 from tcb.service.intake import hints_of, list_of_prompts
 from tcb.service.manager import ContinuousBatchingManager
 

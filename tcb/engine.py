@@ -4,9 +4,8 @@ Threads, queues and delivery belong to `service`, a batch on the device to `devi
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -15,16 +14,18 @@ import torch
 from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
-from tcb.device.runner import Histories, InFlightBatch, Runner
+from tcb.device.mode import plain_mode
+from tcb.device.runner import InFlightBatch, Runner
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
+from tcb.options.processors import Histories
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.groups import group_layers
-from tcb.planning.limits import Limits, WorkloadHints, resolve
+from tcb.planning.limits import Limits, WorkloadHints, resolve, with_sizes
 from tcb.planning.packing import pack_batch
 from tcb.planning.plan import BatchPlan
-from tcb.planning.request import Request, check_prompt
+from tcb.planning.request import Request
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,
@@ -38,6 +39,7 @@ from tcb.planning.state import (
     apply_results,
     new_state,
 )
+from tcb.planning.tokens import check_prompt
 
 NOTHING = StepOutput((), ())
 # settings that an engine never reads
@@ -99,19 +101,8 @@ class Engine:
         )
 
     def resolved(self, config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-        """A copy of a configuration that this engine serves, with the sizes that it has; blocks are
-        counted as the user does, all layers to a block.
-        """
-        limits = self.limits
-        return replace(
-            deepcopy(config),
-            page_size=limits.page_size,
-            num_blocks=limits.num_blocks // len(self.state.groups),
-            max_batch_tokens=limits.max_batch_tokens,
-            max_requests_per_batch=limits.max_requests,
-            safety_margin=limits.safety_margin,
-            use_async_batching=bool(limits.depth),
-        )
+        """A copy of a configuration that this engine serves, with the sizes that it has."""
+        return with_sizes(config, self.limits, len(self.state.groups))
 
     def read_prompt(self, tokens: Iterable[int]) -> tuple[int, ...]:
         """The token ids of a prompt as plain integers; ValueError says which one is none of this
@@ -139,7 +130,7 @@ class Engine:
 
     def mode(self) -> AbstractContextManager[None]:
         """What steps run in, whatever the caller's thread is set to."""
-        return _plain_mode(self.layers.device)
+        return plain_mode(self.layers.device)
 
     def submit(self, request: Request) -> None:
         """Queue a request that was checked and whose id is not live; its forks follow it before the
@@ -235,16 +226,3 @@ class Engine:
 
 def _place(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
     return model.device, model.dtype
-
-
-@contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """`device` is the current one; no gradients, no inference mode, no autocast."""
-    module: Any = torch.get_device_module(device) if device.type != "cpu" else None
-    with (
-        nullcontext() if module is None else module.device(device),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcb.planning.request import GenerationOutput
+from tcb.planning.output import GenerationOutput
 
 _UNSUPPORTED = (
     "logits_processor",

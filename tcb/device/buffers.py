@@ -6,20 +6,19 @@ Knows nothing of keys and values or of the model.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tcb.device.sampling import SamplingTensors
 from tcb.kernels import page_tables
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
-from tcb.planning.request import SamplingParams
 
 # a full group's table starts this wide and doubles: at once as wide as the longest sequence, it
 # could be larger than the cache
 FIRST_COLUMNS = 64
-_COLUMN_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +43,6 @@ class BatchTensors:
     block_table: tuple[Tensor, ...]
     decode_end: Tensor
     chunks: tuple[Tensor, Tensor]
-
-
-class SamplingTensors:
-    """How every row samples: a column [rows] for each field of `SamplingParams`, all off at first.
-
-    params   the record whose fields these are, every one with a default that is a bool, an int or a
-             float; columns are bool, int64 and fp32
-    """
-
-    def __init__(self, num_rows: int, device: torch.device, params: type = SamplingParams):
-        self._device = device
-        off = {each.name: getattr(params(), each.name) for each in fields(params)}
-        self._columns = {
-            name: torch.full((num_rows,), value, dtype=_COLUMN_DTYPE[type(value)], device=device)
-            for name, value in off.items()
-        }
-
-    def admit(self, admitted: Sequence[tuple[int, SamplingParams]]) -> None:
-        """Note how the rows that are let in sample; rows that stay greedy cost nothing."""
-        if not admitted:
-            return
-        rows = torch.tensor([row for row, _ in admitted], device=self._device)
-        for name, column in self._columns.items():
-            values = [getattr(sampling, name) for _, sampling in admitted]
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=self._device)
-
-    def of(self, rows: Tensor) -> dict[str, Tensor]:
-        """The columns of these rows, by the names that `tcb.kernels.sample` gives them."""
-        return {name: column[rows] for name, column in self._columns.items()}
 
 
 class Buffers:

@@ -3,7 +3,7 @@ of the tokens.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,12 @@ from tcb.kernels import sample
 from tcb.kernels.dispatch import use_triton
 from tcb.model.attention_hook import call_model
 from tcb.model.prepared import Prepared
-from tcb.options.processors import apply_history
+from tcb.options.processors import Histories, apply_histories
 from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Limits
 from tcb.planning.packing import PackedBatch
 
 logger = logging.getLogger("ContinuousBatchingLogger")
-
-# a sampled row's own logits processors and all its tokens so far, by the row's place among the
-# samples
-Histories = Mapping[int, tuple[Any, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ class Runner:
     def _sample(self, logits: Tensor, batch: BatchTensors, histories: Histories) -> InFlightBatch:
         errors: dict[int, str] = {}
         if histories:
-            logits = _process(logits.float(), histories, errors)
+            logits, errors = apply_histories(histories, logits.float())
         row = batch.sample_row
         token, logprob = sample(
             logits,
@@ -118,19 +114,6 @@ def _can_be_deterministic(pool: Tensor) -> bool:
         "on the batch"
     )
     return False
-
-
-def _process(logits: Tensor, histories: Histories, errors: dict[int, str]) -> Tensor:
-    """Run the rows' own processors. What one row's processor raises fails that row alone: its
-    logits become NaN.
-    """
-    for place, (processors, tokens) in histories.items():
-        try:
-            logits[place] = apply_history(processors, tokens, logits[place])
-        except Exception as error:
-            logits[place] = float("nan")
-            errors[place] = f"logits processor: {type(error).__name__}: {error}"
-    return logits
 
 
 def _send_home(token: Tensor, logprob: Tensor | None, errors: dict[int, str]) -> InFlightBatch:

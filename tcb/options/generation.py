@@ -18,8 +18,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from tcb.options.processors import build_processors, need_history
 from tcb.options.seeds import request_seed
-from tcb.planning.request import SamplingParams, end_tokens
+from tcb.planning.request import SamplingParams
 from tcb.planning.rules import Rule, is_integer, is_number
+from tcb.planning.tokens import end_tokens
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 

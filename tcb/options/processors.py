@@ -4,12 +4,15 @@ Temperature, top-k, top-p and min-p alone need none: the sampling kernel has the
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
+
+# a sampled row's own processors and all its tokens so far, by the row's place among the samples
+Histories = Mapping[int, tuple[LogitsProcessorList, Sequence[int]]]
 
 # what `tcb.kernels.sample` does by itself
 _NATIVE = (
@@ -77,6 +80,24 @@ def apply_history(
             f"accepted: {[1, *scores.shape]}"
         )
     return processed[0]
+
+
+def apply_histories(
+    histories: Histories, logits: torch.Tensor
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """The logits [samples, vocab] fp32, written in place, after the rows' own processors.
+
+    What a row's processor raises fails that row alone: its logits become NaN, and the errors say
+    why, by the row's place.
+    """
+    errors = {}
+    for place, (processors, tokens) in histories.items():
+        try:
+            logits[place] = apply_history(processors, tokens, logits[place])
+        except Exception as error:
+            logits[place] = float("nan")
+            errors[place] = f"logits processor: {type(error).__name__}: {error}"
+    return logits, errors
 
 
 def _active(config: GenerationConfig) -> dict[str, Any]:

@@ -5,7 +5,8 @@ It measures nothing: all figures of the machine and the model come in as `Facts`
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from tcb.planning.config import MAX_INT32, ContinuousBatchingConfig, check
 from tcb.planning.groups import LayerGroup, block_elements, num_columns, pages_needed
@@ -133,6 +134,23 @@ def resolve(config: ContinuousBatchingConfig, facts: Facts) -> Limits:
         max_length=longest_sequence(facts, config.page_size, num_blocks),
         return_logprobs=config.return_logprobs,
         deterministic=config.deterministic == "batch",
+    )
+
+
+def with_sizes(
+    config: ContinuousBatchingConfig, limits: Limits, num_groups: int
+) -> ContinuousBatchingConfig:
+    """A copy of the settings in which every size is that of the limits; blocks are counted as the
+    user does, all layers to a block.
+    """
+    return replace(
+        deepcopy(config),
+        page_size=limits.page_size,
+        num_blocks=limits.num_blocks // num_groups,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_requests_per_batch=limits.max_requests,
+        safety_margin=limits.safety_margin,
+        use_async_batching=bool(limits.depth),
     )
 
 

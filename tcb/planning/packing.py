@@ -63,11 +63,6 @@ class PackedBatch:
         """Tokens of the batch."""
         return len(self.token_ids)
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the batch."""
-        return len(self.rows)
-
 
 def pack_batch(state: State, plan: BatchPlan) -> PackedBatch:
     """Lay the plan out. Reads only; call it before `apply_plan`."""

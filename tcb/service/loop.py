@@ -15,7 +15,8 @@ from time import monotonic
 from typing import TypeVar
 
 from tcb.engine import Engine
-from tcb.planning.request import GenerationOutput, Request
+from tcb.planning.output import GenerationOutput
+from tcb.planning.request import Request
 from tcb.planning.state import Sequence, StepOutput
 from tcb.service.outputs import OutputRouter, StreamedOutput, to_output
 from tcb.service.thread_status import BackgroundThreadStatus

@@ -16,7 +16,7 @@ from tcb.engine import Engine
 from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.limits import WorkloadHints
-from tcb.planning.request import GenerationOutput
+from tcb.planning.output import GenerationOutput
 from tcb.service.intake import Intake, options_of, output_ids, read_settings
 from tcb.service.loop import Inbox, Loop
 from tcb.service.outputs import OutputRouter

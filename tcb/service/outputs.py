@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Set
 from time import perf_counter
 from typing import Any
 
-from tcb.planning.request import GenerationOutput, Request, RequestStatus
+from tcb.planning.output import GenerationOutput, RequestStatus
+from tcb.planning.request import Request
 from tcb.planning.state import Sequence
 
 logger = logging.getLogger("ContinuousBatchingLogger")

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import tcb.options.generation
 import tcb.planning.request
 from tcb import kernels
-from tcb.device.buffers import SamplingTensors
+from tcb.device.sampling import SamplingTensors
 from tcb.planning.request import SamplingParams
 from tcb.planning.rules import SHARES
 from tests.support.options import build

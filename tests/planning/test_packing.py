@@ -29,7 +29,7 @@ def new_blocks(batch):
 def test_an_empty_plan_is_an_empty_batch():
     state, limits = make_state((None, 3))
     _, batch = pack_next(state, limits)
-    assert (batch.num_tokens, batch.num_sequences, batch.max_seq_len) == (0, 0, 0)
+    assert (batch.num_tokens, len(batch.rows), batch.max_seq_len) == (0, 0, 0)
     assert lists(batch.query_start, batch.new_block, batch.new_block_start) == [[0], [], [0]]
 
 

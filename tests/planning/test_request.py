@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tcb.planning.limits import WorkloadHints
-from tcb.planning.request import (
-    GenerationOutput,
-    Request,
-    RequestStatus,
-    SamplingParams,
-    check_prompt,
-    end_tokens,
-)
+from tcb.planning.output import GenerationOutput, RequestStatus
+from tcb.planning.request import Request, SamplingParams
+from tcb.planning.tokens import check_prompt, end_tokens
 
 VOCAB = 10
 

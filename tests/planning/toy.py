@@ -93,7 +93,7 @@ class ToyDevice:
         """Carry the batch out; returns one token for each of its samples."""
         self._move(batch)
         self._enter_new_blocks(batch)
-        spans = [self._span(batch, i) for i in range(batch.num_sequences)]
+        spans = [self._span(batch, i) for i in range(len(batch.rows))]
         before = [self._read(row, start) for row, start, _ in spans]
         values = [self._compute(batch, i, spans[i], before[i]) for i in range(len(spans))]
         self.written = {}
@@ -114,7 +114,7 @@ class ToyDevice:
             self.memory[target] = content
 
     def _enter_new_blocks(self, batch):
-        assert len(batch.new_block_start) == len(self.tables) * batch.num_sequences + 1
+        assert len(batch.new_block_start) == len(self.tables) * len(batch.rows) + 1
         assert len(batch.new_block) == batch.new_block_start[-1]
         entry = 0
         for table, columns in zip(self.tables, self.columns, strict=True):

@@ -6,7 +6,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from tcb.planning.request import RequestStatus
+from tcb.planning.output import RequestStatus
 from tests.support.fake_engine import tokens_after
 from tests.support.waiting import SOON, in_thread, is_done, is_failed
 

@@ -11,7 +11,8 @@ import pytest
 from transformers import GenerationConfig
 
 from tcb.planning.config import ContinuousBatchingConfig
-from tcb.planning.request import Request, RequestStatus
+from tcb.planning.output import RequestStatus
+from tcb.planning.request import Request
 from tcb.service.manager import ContinuousBatchingManager
 from tests.support.fake_engine import tokens_after
 from tests.support.waiting import SOON, in_thread, is_done, is_failed, until

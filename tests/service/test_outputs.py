@@ -9,7 +9,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from tcb.planning.request import GenerationOutput, Request, RequestStatus
+from tcb.planning.output import GenerationOutput, RequestStatus
+from tcb.planning.request import Request
 from tcb.planning.state import Sequence
 from tcb.service.loop import Inbox, Loop
 from tcb.service.outputs import OutputRouter, StreamedOutput, failed_output, to_output

@@ -13,7 +13,6 @@ from time import sleep
 from tcb.engine import Engine
 from tcb.planning.groups import Layer, group_layers
 from tcb.planning.limits import Limits
-from tcb.planning.request import check_prompt
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,
@@ -25,6 +24,7 @@ from tcb.planning.state import (
     apply_results,
     new_state,
 )
+from tcb.planning.tokens import check_prompt
 
 VOCAB = 101
 LIMITS = Limits(

@@ -4,7 +4,7 @@ import queue
 import threading
 from time import monotonic, sleep
 
-from tcb.planning.request import RequestStatus
+from tcb.planning.output import RequestStatus
 from tests.support.fake_engine import tokens_after
 
 # seconds after which a test that waits has failed
