@@ -7,10 +7,10 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1400,
-    ("kernels",): 2550,
-    ("options", "model", "device"): 1200,
-    ("engine", "compat", "service", "api", "the package"): 1300,
+    ("planning",): 1460,
+    ("kernels",): 2820,
+    ("options", "model", "device"): 1420,
+    ("engine", "compat", "service", "api", "the package"): 1540,
 }
 # what a newcomer reads in an hour: from a request to the attention of a layer
 CORE = (
@@ -29,7 +29,7 @@ CORE = (
     "device.kv_cache",
     "model.attention_hook",
 )
-MAX_CORE = 1350
+MAX_CORE = 1370
 
 
 def test_no_floor_is_over_its_budget():
