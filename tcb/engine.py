@@ -6,9 +6,7 @@ Threads, queues and delivery belong to `service`, a batch on the device to `devi
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -42,12 +40,6 @@ from tcb.planning.state import (
 from tcb.planning.tokens import check_prompt
 
 NOTHING = StepOutput((), ())
-# settings that an engine never reads
-_OF_THE_SERVICE: dict[str, Any] = {
-    "seed": None,
-    "max_queue_size": 0,
-    "per_request_processors": False,
-}
 
 
 class Engine:
@@ -95,7 +87,7 @@ class Engine:
     def serves(self, options: GenerationOptions, config: ContinuousBatchingConfig) -> bool:
         """Whether this engine is as good for these as one that is built for them now."""
         return (
-            replace(config, **_OF_THE_SERVICE) == replace(self.config, **_OF_THE_SERVICE)
+            config.asks_engine_as(self.config)
             and options.needs_history <= self.options.needs_history
             and self._place == _place(self.model)
         )
@@ -111,22 +103,8 @@ class Engine:
         return check_prompt(tokens, self.layers.num_embeddings)
 
     def check(self, prompt_length: int, max_new_tokens: int, needs_history: bool = False) -> None:
-        """Raise ValueError if a request of these lengths can never be computed, or needs its
-        history while batches fly."""
-        # the last token is sampled, never computed
-        positions = prompt_length + max_new_tokens - 1
-        if positions > self.limits.max_length:
-            raise ValueError(
-                f"prompt of {prompt_length} tokens and max_new_tokens {max_new_tokens} need "
-                f"{positions} positions; accepted: at most {self.limits.max_length} "
-                "(more num_blocks or max_memory_percent allow more)"
-            )
-        if needs_history and self.limits.depth:
-            raise ValueError(
-                "the options of the request need its history, which is not complete while a batch "
-                "flies; accepted: use_async_batching=False, or these options in the generation "
-                "config"
-            )
+        """Raise ValueError if such a request can never be computed."""
+        self.limits.check_request(prompt_length, max_new_tokens, needs_history)
 
     def mode(self) -> AbstractContextManager[None]:
         """What steps run in, whatever the caller's thread is set to."""

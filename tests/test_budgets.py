@@ -7,7 +7,7 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1460,
+    ("planning",): 1490,
     ("kernels",): 2820,
     ("options", "model", "device"): 1420,
     ("engine", "compat", "service", "api", "the package"): 1540,
@@ -29,7 +29,7 @@ CORE = (
     "device.kv_cache",
     "model.attention_hook",
 )
-MAX_CORE = 1370
+MAX_CORE = 1350
 
 
 def test_no_floor_is_over_its_budget():

@@ -3,16 +3,21 @@
 Measures and reads only; decides no size.
 """
 
+import logging
 from collections.abc import Sequence
 
 import psutil
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from tcb.kernels.dispatch import use_triton
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
 from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Facts, WorkloadHints
+
+logger = logging.getLogger("ContinuousBatchingLogger")
 
 
 def read_facts(
@@ -60,3 +65,14 @@ def free_memory(device: torch.device) -> int:
         return psutil.virtual_memory().available
     free, _ = module.mem_get_info(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def can_be_deterministic(pool: Tensor) -> bool:
+    """Whether the kernels, not torch operations, attend to what is in this pool; a no is logged."""
+    if use_triton(pool):
+        return True
+    logger.warning(
+        "deterministic has no effect: torch operations attend on a CPU, and their bits may depend "
+        "on the batch"
+    )
+    return False

@@ -2,7 +2,6 @@
 of the tokens.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +11,16 @@ from torch import Tensor
 
 from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
+from tcb.device.facts import can_be_deterministic
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks, fork_blocks
 from tcb.kernels import sample
-from tcb.kernels.dispatch import use_triton
 from tcb.model.attention_hook import call_model
 from tcb.model.prepared import Prepared
 from tcb.options.processors import Histories, apply_histories
 from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Limits
 from tcb.planning.packing import PackedBatch
-
-logger = logging.getLogger("ContinuousBatchingLogger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class Runner:
             self.host = HostBlocks(limits.host_blocks, self.cache.pool)
             self.buffers = Buffers(groups, columns, limits.page_size, limits.max_requests, device)
             self._layers = paged_layers(self.cache, groups, layers)
-            self._deterministic = limits.deterministic and _can_be_deterministic(self.cache.pool)
+            self._deterministic = limits.deterministic and can_be_deterministic(self.cache.pool)
 
     def launch(self, packed: PackedBatch, histories: Histories) -> InFlightBatch:
         """Start one batch on the device, behind those launched before. Writes cache, host blocks
@@ -103,17 +100,6 @@ class Runner:
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
         self.buffers.last_token[row] = token.clamp(min=0)
         return _send_home(token, logprob, errors)
-
-
-def _can_be_deterministic(pool: Tensor) -> bool:
-    """Whether the kernels, not torch operations, attend to what is in this pool; a no is logged."""
-    if use_triton(pool):
-        return True
-    logger.warning(
-        "deterministic has no effect: torch operations attend on a CPU, and their bits may depend "
-        "on the batch"
-    )
-    return False
 
 
 def _send_home(token: Tensor, logprob: Tensor | None, errors: dict[int, str]) -> InFlightBatch:

@@ -43,15 +43,22 @@ _COMPILE = none_or(Rule("dicts and CompileConfig objects", _is_compile_config))
 
 
 def setting(
-    default: Any, rule: Rule, effect: str = "", *, ignored: str = "", granted: tuple = ()
+    default: Any,
+    rule: Rule,
+    effect: str = "",
+    *,
+    ignored: str = "",
+    granted: tuple = (),
+    of_service: bool = False,
 ) -> Any:
-    """A field of the config: it has an effect, or a reason why it is ignored.
+    """A field of the config: it has an effect, or a reason why it is ignored; `of_service` ones are
+    never read by an engine.
 
     A value of an ignored setting is logged unless it is the default or one of `granted`, which ask
     for what happens anyway.
     """
     about = {"rule": rule, "effect": effect, "ignored": ignored, "granted": granted}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata=about | {"of_service": of_service})
 
 
 @dataclass
@@ -103,7 +110,10 @@ class ContinuousBatchingConfig:
     )
     return_logprobs: bool = setting(False, BOOLEANS, "log-probabilities of the tokens")
     seed: int | None = setting(
-        None, none_or(integers(-(2**63), 2**63 - 1)), "None: made of torch's random state"
+        None,
+        none_or(integers(-(2**63), 2**63 - 1)),
+        "None: made of torch's random state",
+        of_service=True,
     )
     auto_switch_to_flash: bool = setting(True, BOOLEANS, ignored=_OWN_KERNELS, granted=(False,))
     cpu_offload_space: float | None = setting(
@@ -112,8 +122,12 @@ class ContinuousBatchingConfig:
     cpu_offload_space_safety_threshold: float = setting(
         0.8, SHARES, "share of free host memory that offload may take"
     )
-    max_queue_size: int = setting(0, integers(0), "most requests that wait; 0: no limit")
-    per_request_processors: bool = setting(False, BOOLEANS, "not needed: requests may have options")
+    max_queue_size: int = setting(
+        0, integers(0), "most requests that wait; 0: no limit", of_service=True
+    )
+    per_request_processors: bool = setting(
+        False, BOOLEANS, "not needed: requests may have options", of_service=True
+    )
     drop_unsupported_processors: bool = setting(True, BOOLEANS, ignored=_REFUSED, granted=(False,))
     disable_nccl_graph_mixing: bool = setting(True, BOOLEANS, ignored=_ALONE, granted=(False,))
     cpu_group_timeout: float | None = setting(
@@ -155,6 +169,14 @@ class ContinuousBatchingConfig:
                 raise TypeError(f"{name} is {value!r}, which is unknown; accepted: {known}")
             setattr(config, name, value)
         return config
+
+    def asks_engine_as(self, other: "ContinuousBatchingConfig") -> bool:
+        """Whether an engine that serves the one serves the other."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name, one in _SETTINGS.items()
+            if not one.metadata["of_service"]
+        )
 
     @property
     def cuda_graph_booleans(self) -> tuple[bool, bool]:

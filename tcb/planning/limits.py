@@ -100,6 +100,27 @@ class Limits:
     return_logprobs: bool
     deterministic: bool = False
 
+    def check_request(
+        self, prompt_length: int, max_new_tokens: int, needs_history: bool = False
+    ) -> None:
+        """Raise ValueError if a request of these lengths can never be computed, or needs its
+        history while batches fly.
+        """
+        # the last token is sampled, never computed
+        positions = prompt_length + max_new_tokens - 1
+        if positions > self.max_length:
+            raise ValueError(
+                f"prompt of {prompt_length} tokens and max_new_tokens {max_new_tokens} need "
+                f"{positions} positions; accepted: at most {self.max_length} "
+                "(more num_blocks or max_memory_percent allow more)"
+            )
+        if needs_history and self.depth:
+            raise ValueError(
+                "the options of the request need its history, which is not complete while a batch "
+                "flies; accepted: use_async_batching=False, or these options in the generation "
+                "config"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
