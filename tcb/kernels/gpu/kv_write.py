@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tcb.kernels.contract import KVWrite
-from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, start
+from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, ceil_div, power_of_2, start
 
 # elements of K, and as many of V, that one program copies
 _TILE = 2048
@@ -25,10 +25,10 @@ def plan_launch(problem: KVWrite) -> Launch:
     """One program a token and block of heads."""
     key, value, key_cache, value_cache, slot = problem
     tokens, heads, dim = key.shape
-    widths = [Width(width, triton.next_power_of_2(width)) for width in (dim, value.shape[2])]
+    widths = [Width(width, power_of_2(width)) for width in (dim, value.shape[2])]
     blocks = [width.block for width in widths]
-    block_heads = min(triton.next_power_of_2(heads), max(1, _TILE // max(blocks)))
-    head_blocks = triton.cdiv(heads, block_heads)
+    block_heads = min(power_of_2(heads), max(1, _TILE // max(blocks)))
+    head_blocks = ceil_div(heads, block_heads)
     tile_bytes = block_heads * min(blocks) * key.element_size()
     tensors = Rows.of(key), Rows.of(value), Cache.of(key_cache), Cache.of(value_cache)
     constants = {

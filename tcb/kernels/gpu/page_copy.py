@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcb.kernels.gpu.launch import Launch, start
+from tcb.kernels.gpu.launch import Launch, ceil_div, start
 
 # bytes that one program of 4 warps copies: four times 16 bytes a thread, so that loads overlap
 _TILE_BYTES = 8192
@@ -23,7 +23,7 @@ def move(
     blocks = target_block if source_block is None else source_block
     assert blocks is not None, "neither source_block nor target_block"
     elements, block_elements = source.shape[1], _TILE_BYTES // source.element_size()
-    tiles = triton.cdiv(elements, block_elements)
+    tiles = ceil_div(elements, block_elements)
     strides = source.stride(0), target.stride(0)
     arguments = source, source_block, target, target_block, elements, tiles, *strides
     programs, constants = blocks.shape[0] * tiles, {"BLOCK_ELEMENTS": block_elements}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcb.kernels.contract import Decode
-from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, start
+from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, ceil_div, power_of_2, start
 from tcb.kernels.gpu.tile import (
     Factors,
     Pages,
@@ -68,10 +68,10 @@ def plan_launches(facts: DeviceFacts, problem: Decode) -> Iterator[Launch]:
     q_per_kv = heads // kv_heads
     size = query.element_size(), max(dim, value_dim), q_per_kv, facts.shared
     tile = choose_tile(facts.name, "narrow", *size)
-    programs = sequences * kv_heads * triton.cdiv(q_per_kv, tile.rows)
+    programs = sequences * kv_heads * ceil_div(q_per_kv, tile.rows)
     if num_splits is None:
         splits = choose_splits(facts.processors, programs, tile.residency)
-        min_tiles = triton.cdiv(MIN_PART_KEYS, tile.keys)
+        min_tiles = ceil_div(MIN_PART_KEYS, tile.keys)
     else:
         splits, min_tiles = num_splits, 1
     # at one split nothing is written to these
@@ -107,7 +107,7 @@ def plan_launches(facts: DeviceFacts, problem: Decode) -> Iterator[Launch]:
             merge_parts_kernel,
             sequences * heads,
             (Rows.of(out), parts, seq_len, sinks, window),
-            shared | {"HEADS": heads, "PARTS_BLOCK": triton.next_power_of_2(splits)},
+            shared | {"HEADS": heads, "PARTS_BLOCK": power_of_2(splits)},
         )
 
 

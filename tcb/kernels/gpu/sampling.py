@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tcb.kernels.contract import Sampling
 from tcb.kernels.cpu.sampling import UNIT as _UNIT
-from tcb.kernels.gpu.launch import Launch, start
+from tcb.kernels.gpu.launch import Launch, power_of_2, start
 
 # elements that a program of 8 warps reads at a time; 4096 spill registers on sm_90 (bf16,
 # vocabulary 151,936)
@@ -38,7 +38,7 @@ def sample(problem: Sampling, want_logprob: bool) -> tuple[Tensor, Tensor | None
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
     constants = {
         "VOCAB": vocab,
-        "BLOCK": min(triton.next_power_of_2(vocab), _MAX_BLOCK),
+        "BLOCK": min(power_of_2(vocab), _MAX_BLOCK),
         "WANT_LOGPROB": want_logprob,
         "num_warps": 8,
         # with it the kernel takes four more registers on sm_90 (bf16, vocabulary 151,936)

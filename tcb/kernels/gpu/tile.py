@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tcb.kernels.contract import AttentionOptions
+from tcb.kernels.gpu.launch import power_of_2
 from tcb.kernels.gpu.tuning import DeviceFacts
 
 _LOG2_E = math.log2(math.e)
@@ -84,7 +85,7 @@ def fold_options(
 
 def block_width(width: int) -> int:
     """The power of two, at least 16 as matrix units want it, that holds a head of this size."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_2(width))
 
 
 @triton.jit

@@ -164,6 +164,8 @@ def list_rows(name: str, kind: str, element_size: int) -> tuple[tuple[int, Tile]
     return _TILES.get((name, kind), _TILES["other", kind])
 
 
+# every launch asks, and the answer takes tens of microseconds to find
+@lru_cache(maxsize=256)
 def choose_tile(
     name: str, kind: str, element_size: int, dim: int, q_per_kv: int, shared: int | None = None
 ) -> Tile:

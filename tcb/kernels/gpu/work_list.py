@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcb.kernels.contract import BatchShape, WorkList
-from tcb.kernels.gpu.launch import Launch
+from tcb.kernels.gpu.launch import Launch, ceil_div
 
 # slots that one program of either kernel fills
 _BLOCK = 128
@@ -61,7 +61,7 @@ def plan_launches(work: WorkList, query_start: Tensor, context_len: Tensor) -> l
 
 
 def _in_blocks(slots: int) -> int:
-    return triton.cdiv(slots, _BLOCK) * _BLOCK
+    return ceil_div(slots, _BLOCK) * _BLOCK
 
 
 @triton.jit
