@@ -24,9 +24,9 @@ CORE = (
     "planning.packing",
     "engine",
     "device.runner",
-    "device.attention",
     "device.buffers",
     "device.kv_cache",
+    "device.attention",
     "model.attention_hook",
 )
 MAX_CORE = 1350

@@ -19,7 +19,6 @@ from tests.support.text import (
     ROOT,
     anchors,
     between,
-    code_lines,
     in_backticks,
     links,
     missing,
@@ -198,12 +197,3 @@ def test_what_is_imported_is_declared():
             elif isinstance(node, ast.ImportFrom):
                 imported.add((node.module or "").split(".")[0])
     assert imported - {"tcb", *sys.stdlib_module_names} == declared
-
-
-def test_code_is_counted_without_text():
-    assert (
-        code_lines(
-            '"""One."""\n\n# two\nx = 1  # three\n\ndef f():\n    """Four."""\n    return x\n'
-        )
-        == 3
-    )

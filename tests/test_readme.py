@@ -5,7 +5,8 @@ import re
 import pytest
 
 from bench import report
-from tests.support.text import ROOT, code_lines, find, named, rows
+from tests.support.text import ROOT, named, rows
+from tests.test_budgets import CORE, MAX_CORE
 
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "docs" / "results.md").read_text()
@@ -53,10 +54,10 @@ def test_five_promises_name_the_tests_that_hold_them():
 def test_the_core_can_be_read_in_an_hour():
     text = section("The core in an hour")
     files = [path for path, _ in named(text)]
-    assert len(files) == len(rows(text)) == len(set(files)) >= 13
-    lines = sum(code_lines(find(path).read_text()) for path in files)
+    assert len(rows(text)) == len(files)
+    assert files == [f"{name.replace('.', '/')}.py" for name in CORE]
     most = int(re.search(r"at most ([\d,]+) lines of code", text)[1].replace(",", ""))
-    assert lines <= most <= 1550
+    assert most == MAX_CORE
 
 
 def test_every_make_command_exists():

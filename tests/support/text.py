@@ -1,9 +1,7 @@
-"""Reads what the repository's text names: files, functions in them, tables, and lines of code."""
+"""Reads what the repository's text names: files, functions in them, and tables."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -66,25 +64,6 @@ def rows(table: str) -> list[list[str]]:
     """The cells of a markdown table below its header."""
     lines = [line for line in table.strip().splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-
-
-def code_lines(text: str) -> int:
-    """Lines of Python that are neither docstring nor comment nor blank."""
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    layout = {
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-        *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-    }
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in layout:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
 
 
 def between(text: str, name: str) -> str:
