@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -17,6 +19,7 @@ from transformers import (
 from tcb.kernels import sample
 from tcb.kernels.cpu import sampling as torch_sampling
 from tcb.kernels.cpu.sampling import MAX_VOCAB
+from tcb.kernels.gpu.sampling import draw_uniform
 from tests.support.draws import assert_is_drawn
 
 SETTINGS = {
@@ -214,12 +217,19 @@ def test_tokens_are_those_of_the_reference_across_blocks(choose, device):
 
 
 def test_triton_draws_with_the_same_numbers_as_torch(device):
-    # 512 equal tokens: the one chosen says the first 9 bits of the number
-    rows, vocab = 12, 512
-    made = parameters(rows)
-    token, _ = sample(torch.zeros(rows, vocab, device=device), **on(device, made))
-    uniform = torch_sampling.draw_uniform(made["seed"], made["position"])
-    assert torch.equal(token.cpu(), (uniform * vocab).long())
+    # the interpreter is chosen where a kernel is made
+    @triton.jit
+    def uniform_kernel(seed_ptr, position_ptr, out_ptr):
+        row = tl.program_id(0)
+        number = draw_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
+        tl.store(out_ptr + row, number)
+
+    made = parameters(64)
+    seed, position = made["seed"].to(device), made["position"].to(device)
+    out = torch.empty(64, dtype=torch.float64, device=device)
+    uniform_kernel[(64,)](seed, position, out)
+    wanted = torch_sampling.draw_uniform(made["seed"], made["position"])
+    assert torch.equal(out.cpu(), wanted)
 
 
 # a row alone and in company
