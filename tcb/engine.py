@@ -85,7 +85,7 @@ class Engine:
         return tuple(self.state.waiting.values())
 
     def serves(self, options: GenerationOptions, config: ContinuousBatchingConfig) -> bool:
-        """Whether this engine is as good for these as one that is built for them now."""
+        """Whether a new engine, built for these now, would be no different."""
         return (
             config.asks_engine_as(self.config)
             and options.needs_history <= self.options.needs_history
@@ -122,7 +122,7 @@ class Engine:
         return apply_cancel(self.state, request_id)
 
     def step(self) -> StepOutput:
-        """Plan and launch the next batch, then land the oldest while more than `depth` fly or
+        """Plan and launch the next batch, then land the oldest one if more than `depth` fly or
         nothing was planned.
         """
         plan = plan_batch(self.state, self.limits)

@@ -27,7 +27,8 @@ class BatchTensors:
 
     token_ids, positions      [tokens] int64
     sample_index, sample_row  [samples] int64
-    slot, block_table         a group: [tokens] int64, [sequences, columns] int32
+    slot, block_table         a group: [tokens] int64, block * page_size + position % page_size;
+                              [sequences, columns] int32
 
     Sequences that decode come first, chunks after them:
     decode_end                [decodes] int32: positions that each of them sees

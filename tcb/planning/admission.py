@@ -97,7 +97,7 @@ def _hit_pages(draft: Draft, sequence: Sequence, end: int) -> int:
     page reads these too, and gives them back later.
     """
     find, block_hashes, hit = draft.supply.find, sequence.block_hashes, end
-    for g in draft.full:
+    for g in draft.full_groups:
 
         def is_missing(page: int, g: int = g) -> bool:
             return find(g, block_hashes[page]) is None
@@ -107,13 +107,15 @@ def _hit_pages(draft: Draft, sequence: Sequence, end: int) -> int:
         missing = _missing_page(draft, sequence, hit)
         if missing is None:
             return hit
-        # a longer prefix than `missing` pages would need the missing page too, or one further right
+        # every longer prefix, up to `hit`, needs the missing page too
         hit = missing
     return 0
 
 
 def _missing_page(draft: Draft, sequence: Sequence, hit: int) -> int | None:
-    """The last page below `hit` that a sliding group would need and does not hold."""
+    """The last page below `hit` that a sliding group needs and lacks; of several groups the
+    smallest.
+    """
     state, missing = draft.state, None
     for g in state.sliding:
         lowest = first_visible_page(hit * state.page_size, state.groups[g].window, state.page_size)
@@ -132,7 +134,7 @@ def _may_fit(draft: Draft, sequence: Sequence, hit: int) -> bool:
         found = [supply.find(g, one) for one in block_hashes[first[g] : hit]]
         assert None not in found, f"group {g} lacks a page of a hit of {hit} pages"
         cost += supply.cost(found)
-    for g in draft.full:
+    for g in draft.full_groups:
 
         def is_idle(page: int, g: int = g) -> bool:
             block = supply.find(g, block_hashes[page])

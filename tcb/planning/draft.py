@@ -7,7 +7,7 @@ write it down.
 from tcb.planning.blocks import Supply
 from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan, Blocks, Chunk, Preemption
-from tcb.planning.state import Sequence, State, pages_left
+from tcb.planning.state import Sequence, State, pages_past
 
 
 class Draft:
@@ -24,7 +24,7 @@ class Draft:
         self.state = state
         self.supply = Supply(state.pool)
         self.num_groups = len(state.groups)
-        self.full = [g for g, group in enumerate(state.groups) if group.window is None]
+        self.full_groups = [g for g, group in enumerate(state.groups) if group.window is None]
         self.tokens_left, self.requests_left = limits.max_batch_tokens, limits.max_requests
         self.rows_left, self.host_left = len(state.free_rows), len(state.free_host)
         self.decodes: list[int] = []
@@ -99,7 +99,7 @@ class Draft:
         sequence that has the pool to itself takes what there is: the limits promise that it can
         always go on page by page.
         """
-        num_full = len(self.full)
+        num_full = len(self.full_groups)
         count = self.tokens_within_budget(sequence, start)
         left = self.supply.left - cost - sum(self.num_restored(sequence))
         need = num_full * self.new_pages(sequence.length, end_page)
@@ -145,7 +145,7 @@ class Draft:
         # pages behind the window are not worth a host slot, nor a block when the sequence comes
         # back
         kept = [
-            table[pages_left(self.state, victim, g, victim.computed) :]
+            table[pages_past(self.state, victim, g, victim.computed) :]
             for g, table in enumerate(victim.tables)
         ]
         num_blocks = sum(map(len, kept))
@@ -206,4 +206,5 @@ class Draft:
         self.requests_left -= 1
         if not samples:
             end_page = -(-(start + count) // self.state.page_size)
-            self.reserved_blocks += len(self.full) * self.new_pages(sequence.length, end_page)
+            pages = self.new_pages(sequence.length, end_page)
+            self.reserved_blocks += len(self.full_groups) * pages

@@ -8,7 +8,7 @@ from tcb.planning.admission import plan_waiting
 from tcb.planning.draft import Draft
 from tcb.planning.limits import Limits
 from tcb.planning.plan import BatchPlan
-from tcb.planning.state import Sequence, State, pages_left
+from tcb.planning.state import Sequence, State, pages_past
 
 
 def plan_batch(state: State, limits: Limits) -> BatchPlan:
@@ -82,14 +82,14 @@ def _leaving(state: State, sequence: Sequence) -> list[int]:
     """Blocks whose pages no later query reads: recycled in place where nobody else wants them."""
     blocks = []
     for g in state.sliding:
-        blocks += sequence.tables[g][: pages_left(state, sequence, g, sequence.computed)]
+        blocks += sequence.tables[g][: pages_past(state, sequence, g, sequence.computed)]
     return blocks
 
 
 def _preempt_newer(draft: Draft, sequence: Sequence, need: int) -> None:
     """Preempt sequences that came later, the newest first, until `need` blocks are there.
 
-    Only later ones: so the oldest always goes on, and everybody's turn comes.
+    Only later ones: so nobody waits for ever for those who came after.
     """
     if need <= draft.supply.left:
         return

@@ -29,8 +29,9 @@ class Sequence:
     long context has pushed out of the processor's caches.
 
     `tables[g]` are the blocks of the pages first[g], first[g] + 1, ...; the tables of all groups
-    end at the same page, and positions below `room` have a slot. Pages of 4, a full group and one
-    with a window of 6 and three columns:
+    end at the same page, and positions below `room` have a slot. A page that has left the window is
+    given back when the sequence next gets a page. Pages of 4, a full group and one with a window of
+    6 and three columns:
 
         position        0-3   4-7   8-11  12-15 16-19     computed 18, length 19, room 20
         page            0     1     2     3     4
@@ -232,7 +233,7 @@ def apply_results(
     return StepOutput(tuple(finished), tuple(streamed))
 
 
-def pages_left(state: State, sequence: Sequence, group: int, position: int) -> int:
+def pages_past(state: State, sequence: Sequence, group: int, position: int) -> int:
     """How many of this table's first pages no query at `position` or later may read."""
     window = state.groups[group].window
     if window is None:
@@ -263,7 +264,7 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
     sequence = state.running.get(chunk.seq_id)
     if sequence is None:
         sequence = _admit(state, chunk, now)
-    _drop_left(state, sequence, chunk.start)
+    _drop_past(state, sequence, chunk.start)
     pool = state.pool
     for g, table in enumerate(sequence.tables):
         if not table:
@@ -272,14 +273,14 @@ def _apply_chunk(state: State, chunk: Chunk, now: float) -> None:
             pool.take(block)
         table += chunk.shared[g]
         table += chunk.fresh[g]
-    sequence.computed = chunk.start + chunk.count
+    sequence.computed = chunk.end
     sequence.in_flight += chunk.samples
     sequence.room = (sequence.first[0] + len(sequence.tables[0])) * state.page_size
     if sequence.computed - sequence.num_prompt >= sequence.hash_next_at:
         _register_pages(state, sequence)
     if chunk.count > 1:
         # after one token hardly any page leaves: that is found out when the next page is needed
-        _drop_left(state, sequence, sequence.computed)
+        _drop_past(state, sequence, sequence.computed)
 
 
 def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
@@ -300,7 +301,7 @@ def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
 def _apply_preemption(state: State, preemption: Preemption) -> None:
     sequence = state.running[preemption.seq_id]
     if preemption.kind == "offload":
-        _drop_left(state, sequence, sequence.computed)
+        _drop_past(state, sequence, sequence.computed)
         host = [[slot for _, slot in pairs] for pairs in preemption.offload]
         for slot in (slot for slots in host for slot in slots):
             _pop_named(state.free_host, slot)
@@ -359,10 +360,10 @@ def _release(state: State, sequence: Sequence) -> None:
     sequence.room = 0
 
 
-def _drop_left(state: State, sequence: Sequence, position: int) -> None:
+def _drop_past(state: State, sequence: Sequence, position: int) -> None:
     """Give back the pages that have left the window of every query at `position` and later."""
     for g in state.sliding:
-        count = pages_left(state, sequence, g, position)
+        count = pages_past(state, sequence, g, position)
         if count:
             table = sequence.tables[g]
             for block in table[:count]:

@@ -5,6 +5,8 @@ import pytest
 from tcb.kernels.cpu import operations as torch_ops
 from tcb.kernels.cpu import sampling as torch_sampling
 from tcb.kernels.dispatch import is_interpreting
+from tcb.kernels.gpu import paged_decode
+from tcb.kernels.gpu.tuning import DeviceFacts
 from tests.conftest import INTERPRETED
 from tests.support.families import FAMILIES, WINDOW
 from tests.support.reference import alone, new_engine, prompts_of, run, serve
@@ -29,6 +31,10 @@ def only_triton(monkeypatch):
     for name in torch_ops.__all__:
         monkeypatch.setattr(torch_ops, name, unexpected)
     monkeypatch.setattr(torch_sampling, "sample", unexpected)
+    # the fewest programs a decode: these sequences are shorter than one part, and a program that
+    # finds nothing to do takes the interpreter as long as another
+    one = DeviceFacts("interpreter", 1)
+    monkeypatch.setattr(paged_decode, "read_device", lambda *_: one)
     assert is_interpreting()
 
 

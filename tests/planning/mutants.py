@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "pages are recycled by the end of a chunk, not by its start",
         "schedule.py",
-        "pages_left(state, sequence, g, sequence.computed)",
-        "pages_left(state, sequence, g, sequence.length - 1)",
+        "pages_past(state, sequence, g, sequence.computed)",
+        "pages_past(state, sequence, g, sequence.length - 1)",
     ),
     Mutant(
         "offload is planned without host slots",
@@ -259,7 +259,7 @@ MUTANTS = (
     Mutant(
         "pages that left the window stay held",
         "state.py",
-        "    _drop_left(state, sequence, chunk.start)\n",
+        "    _drop_past(state, sequence, chunk.start)\n",
         "",
     ),
     Mutant(

@@ -10,7 +10,7 @@ from tcb.planning.state import (
     apply_new_weights,
     apply_plan,
     apply_results,
-    pages_left,
+    pages_past,
 )
 from tests.planning.pool_check import check_pool
 from tests.planning.small_cases import TOKEN, arrive, land, launch, make_state, spans, turn
@@ -231,7 +231,7 @@ def test_pages_left(window, position, left):
     sequence = arrive(state, "A", 12)
     launch(state, limits)
     sequence.first[0], sequence.tables[0] = 0, [0, 1, 2]
-    assert pages_left(state, sequence, 0, position) == left
+    assert pages_past(state, sequence, 0, position) == left
 
 
 def test_a_plan_of_another_state_is_refused():
