@@ -13,7 +13,7 @@ PYTEST_COMPAT = $(TEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-engine test-rest compat compat-device compat-engine
+.PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
 .PHONY: mutants mutants-kernels mutants-rest gpu bench figure lint types format clean
 
 help:  ## list the commands
@@ -24,11 +24,15 @@ demo: $(VENV)/.stamp  ## continuous batching of a real model, beside transformer
 
 test: $(VENV)/.stamp  ## every test that needs no accelerator, in minutes
 	@echo "kernels in Triton's interpreter and all other tests, side by side; results at the end"
-	@$(SIDE_BY_SIDE) test-kernels test-engine test-rest
+	@$(SIDE_BY_SIDE) test-matrix test-kernels test-engine test-rest
 
 # the interpreter is chosen when Triton is loaded, so these tests have a process of their own
+MATRIX_TESTS = tests/kernels/test_matrix.py tests/kernels/test_edges.py
+test-matrix: $(VENV)/.stamp
+	$(PYTEST) $(MATRIX_TESTS)
+
 test-kernels: $(VENV)/.stamp
-	$(PYTEST) tests/kernels
+	$(PYTEST) tests/kernels $(addprefix --ignore ,$(MATRIX_TESTS))
 
 ENGINE_TESTS = tests/engine tests/service tests/compat tests/device tests/model tests/options
 test-engine: $(VENV)/.stamp

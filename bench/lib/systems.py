@@ -9,7 +9,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,9 +25,6 @@ NO_TOKEN = 2**31 - 1
 
 Prompts = Sequence[list[int]]
 Settings = dict[str, Any]
-
-# transformers prints a line a call where it lacks a flash kernel; here that is known
-logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,11 +67,12 @@ def run_transformers(
     if "page_size" in settings and "page_size" not in known:
         # its name before transformers 5.24
         settings["block_size"] = settings.pop("page_size")
-    outputs = model.generate_batch(
-        list(prompts),
-        generation_config=greedy(new_tokens),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
-    )
+    with _errors_only():
+        outputs = model.generate_batch(
+            list(prompts),
+            generation_config=greedy(new_tokens),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
+        )
     return _tokens(outputs)
 
 
@@ -122,6 +121,18 @@ def _transformers_candidates(
         "cut, 512 a batch, prefill first": cut(256, 512, **eager),
         "cut, 2048 a batch, page 32": cut(32, 2048),
     }
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """transformers prints a line a call where it lacks a flash kernel; here that is known."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _as_is(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> dict[str, Settings]:
