@@ -53,8 +53,7 @@ def test_five_promises_name_the_tests_that_hold_them():
 
 def test_the_core_can_be_read_in_an_hour():
     text = section("The core in an hour")
-    files = [path for path, _ in named(text)]
-    assert len(rows(text)) == len(files)
+    files = [path for row in rows(text) for path, _ in named(row[0])]
     assert files == [f"{name.replace('.', '/')}.py" for name in CORE]
     most = int(re.search(r"at most ([\d,]+) lines of code", text)[1].replace(",", ""))
     assert most == MAX_CORE
