@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tcb.kernels.cpu import sampling as torch_sampling
-from tcb.kernels.cpu.sampling import MAX_VOCAB, UNIT, order_key, philox, weigh
+from tcb.kernels.cpu.sampling import MAX_VOCAB, UNIT, philox, weigh
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1.0, 40.0])
@@ -16,14 +16,62 @@ def test_the_threshold_of_top_p_is_found_to_the_last_bit(scale):
     logits = torch.randn(6, vocab, generator=random) * 3
     # scores that differ in their lowest bits only, and scores over the whole range of exponents
     logits = 1 + logits * scale if scale < 1 else logits * scale
-    for row, top_p in zip(logits, (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999), strict=True):
-        top_p = torch.tensor(top_p).item()
-        weight = weigh(row, row.max())
-        total = weight.double().sum().item()
-        kept = torch_sampling._nucleus(row, weight, math.ceil(top_p * total))
-        order = row.argsort(descending=True, stable=True)
-        before = weight[order].double().cumsum(0) - weight[order]
-        assert torch.equal(kept[order], before < top_p * total)
+    top_p = torch.tensor((0.01, 0.3, 0.5, 0.9, 0.99, 0.9999))
+    top = logits.amax(1)
+    weight = weigh(logits, top[:, None])
+    budget = (top_p.double() * weight.sum(1, dtype=torch.float64)).ceil()
+    threshold, reached = torch_sampling._nucleus(logits.clone(), top, budget)
+    for row in range(len(logits)):
+        order = logits[row].argsort(descending=True, stable=True)
+        sums = weight[row, order].double().cumsum(0)
+        last = int((sums < budget[row]).sum())
+        assert threshold[row] == logits[row, order[last]]
+        assert reached[row] == sums[last]
+
+
+@pytest.mark.parametrize("few", [1, 7, 64, 10**6])
+def test_the_nucleus_does_not_depend_on_how_many_are_selected_first(few, monkeypatch):
+    random = torch.Generator().manual_seed(1)
+    # many ties, at the threshold too
+    logits = (torch.randn(9, 500, generator=random) * 4).round() / 2
+    top = logits.amax(1)
+    total = weigh(logits, top[:, None]).sum(1, dtype=torch.float64)
+    budget = (total * torch.linspace(0.05, 1, 9)).ceil()
+    wanted = torch_sampling._nucleus(logits.clone(), top, budget)
+    monkeypatch.setattr(torch_sampling, "_FEW", few)
+    for found, expected in zip(
+        torch_sampling._nucleus(logits.clone(), top, budget), wanted, strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("elements", [1, 3000])
+def test_rows_do_not_depend_on_how_many_are_drawn_from_at_once(elements, monkeypatch):
+    random = torch.Generator().manual_seed(2)
+    logits = (torch.randn(12, 700, generator=random) * 6).round() / 2
+    made = {
+        "temperature": torch.linspace(0.5, 2, 12),
+        "top_k": torch.arange(12) % 3 * 20,
+        "top_p": torch.linspace(0.3, 1.2, 12).clamp(max=1),
+        "min_p": (torch.arange(12) % 4 == 1) * 0.1,
+        "seed": torch.arange(12),
+        "position": torch.arange(12) * 7,
+        "do_sample": torch.arange(12) % 5 != 4,
+    }
+    wanted = torch_sampling.sample(logits, **made)
+    monkeypatch.setattr(torch_sampling, "_AT_ONCE", elements)
+    for found, expected in zip(torch_sampling.sample(logits, **made), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_zeros_of_both_signs_tie_at_the_threshold_of_top_p():
+    logits = torch.tensor([[-0.0, 0.0, -9.0, 0.0, -0.0]]).expand(40, -1)
+    made = {"temperature": torch.ones(40)}
+    made |= {"top_k": torch.zeros(40, dtype=torch.int64), "min_p": torch.zeros(40)}
+    made |= {"top_p": torch.full((40,), 0.6), "do_sample": torch.ones(40, dtype=torch.bool)}
+    made |= {"seed": torch.arange(40), "position": torch.arange(40)}
+    token, _ = torch_sampling.sample(logits, **made)
+    assert set(token.tolist()) == {0, 1, 3}
 
 
 def test_philox_gives_the_published_numbers():
@@ -74,11 +122,3 @@ def test_the_highest_score_weighs_the_unit_and_minus_infinity_nothing():
 
 def test_sums_of_weights_are_exact():
     assert MAX_VOCAB * UNIT <= 2**53
-
-
-def test_keys_order_as_scores_do():
-    score = torch.tensor([-math.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, math.inf])
-    key = order_key(score)
-    assert torch.equal(key, key.sort().values)
-    assert key.unique().numel() == key.numel()
-    assert order_key(torch.tensor([-0.0])).item() == order_key(torch.tensor([0.0])).item()

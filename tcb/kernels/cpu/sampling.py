@@ -11,16 +11,19 @@ not read.
 
 import math
 
+import numpy as np
 import torch
 
 # the weight of the likeliest token: one less likely than 2^-35 of it has none, and those of 2^19
 # tokens sum to at most the 2^53 that fp64 counts
 UNIT = 2.0**34
 MAX_VOCAB = 2**19
-# elements of one block of the two-level argmax
+# elements of one block of the two-level argmax and of the two-level sum
 _BLOCK = 256
-# of so many keys a sort is faster than a histogram
-_FEW = 2048
+# so many scores are sorted at once; a selection that was too small grows by a factor
+_FEW, _GROWTH = 4096, 4
+# elements of the rows that are drawn from together: what is made of them stays in the cache
+_AT_ONCE = 2**19
 _LOW_32 = 0xFFFFFFFF
 
 
@@ -48,11 +51,14 @@ def sample(
         for row in (~do_sample & best.isfinite()).nonzero().flatten().tolist():
             weight = weigh(logits[row].to(torch.float32), best[row].to(torch.float32))
             logprob[row] = -_log_mass(weight.sum(dtype=torch.float64).item())
+    rows_at_once = max(1, _AT_ONCE // logits.shape[1])
     drawn = do_sample.nonzero().flatten()
-    uniforms = draw_uniform(seed[drawn], position[drawn]).tolist()
-    columns = (setting[drawn].tolist() for setting in (temperature, top_k, top_p, min_p))
-    for row, uniform, *limits in zip(drawn.tolist(), uniforms, *columns, strict=True):
-        token[row], logprob[row] = _draw(logits[row], uniform, *limits)
+    if len(drawn) < len(logits):
+        logits = logits.index_select(0, drawn)
+    for part, rows in zip(logits.split(rows_at_once), drawn.split(rows_at_once), strict=True):
+        uniform = draw_uniform(seed[rows], position[rows])
+        columns = (setting[rows] for setting in (temperature, top_k, top_p, min_p))
+        token[rows], logprob[rows] = _draw(part, uniform, *columns)
     return token, logprob if want_logprob else None
 
 
@@ -91,12 +97,6 @@ def weigh(score: torch.Tensor, top: torch.Tensor | float) -> torch.Tensor:
     return (score - top).exp_().mul_(UNIT).round_()
 
 
-def order_key(score: torch.Tensor) -> torch.Tensor:
-    """int32 that compare as the fp32 scores do; both zeros are one."""
-    bits = (score + 0.0).view(torch.int32)
-    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-
-
 def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lowest id of the highest logit [rows] and that logit [rows]; NaN wins, as in torch.argmax.
 
@@ -116,87 +116,144 @@ def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw(
-    logits: torch.Tensor, uniform: float, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[int, float]:
-    """One row's token and log-probability; (-1, nan) where there is no distribution to draw
-    from."""
-    score = logits.to(torch.float32) / temperature
-    top = score.max()
-    if not math.isfinite(top.item()):
-        return -1, math.nan
-    ids = None
-    if 0 < top_k < score.numel():
-        ids = _best(score, top_k)
-        score = score[ids]
-    weight = weigh(score, top)
-    if top_p < 1:
-        total = weight.sum(dtype=torch.float64).item()
-        # all tokens this light weigh less than half of what top-p may remove, so the threshold lies
-        # above them
-        near = weight >= 0.5 * (1 - top_p) * total / weight.numel()
-        if near.count_nonzero().item() * 8 < near.numel():
-            places = near.nonzero().flatten()
-            ids = places if ids is None else ids[places]
-            score, weight = score[places], weight[places]
-        weight = weight * _nucleus(score, weight, max(math.ceil(top_p * total), 1))
-    if min_p > 0:
-        weight = weight * (weight >= min_p * UNIT)
-    mass = weight.cumsum(0, dtype=torch.float64)
-    total = mass[-1].item()
-    place = int(torch.searchsorted(mass, float(math.floor(uniform * total)), right=True))
-    token = place if ids is None else int(ids[place])
-    return token, (score[place] - top).item() - _log_mass(total)
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probabilities of some rows; -1 and NaN where there is no distribution to draw
+    from.
+    """
+    score = logits.to(torch.float32)
+    if (temperature != 1).any():
+        score = score / temperature[:, None]
+    top = score.amax(1)
+    sound = top.isfinite()
+    if not sound.all():
+        token = torch.full(top.shape, -1)
+        logprob = torch.full_like(top, math.nan)
+        if sound.any():
+            columns = (uniform, temperature, top_k, top_p, min_p)
+            drawn = _draw(logits[sound], *(column[sound] for column in columns))
+            token[sound], logprob[sound] = drawn
+        return token, logprob
+    weight = weigh(score, top[:, None])
+    few_best = ((top_k > 0) & (top_k < score.shape[1])).nonzero()[:, 0].tolist()
+    if few_best:
+        threshold = torch.full_like(top, -math.inf)
+        for row in few_best:
+            threshold[row] = _kth_highest(score[row], int(top_k[row]))
+        _drop_below(weight, score, threshold)
+    mass = _block_sums(weight)
+    is_nucleus = (top_p < 1).nonzero()[:, 0]
+    if len(is_nucleus):
+        _keep_nucleus(is_nucleus, score, top, weight, mass, top_p)
+        mass = _block_sums(weight)
+    if (min_p > 0).any():
+        _drop_below(weight, weight, min_p * UNIT)
+        mass = _block_sums(weight)
+    reached = mass.cumsum(1)
+    total = reached[:, -1]
+    token = _find(weight, reached, (uniform * total).floor_())
+    chosen = (score.gather(1, token[:, None])[:, 0] - top).tolist()
+    logprobs = [below - _log_mass(sum_) for below, sum_ in zip(chosen, total.tolist(), strict=True)]
+    return token, torch.tensor(logprobs, dtype=torch.float32)
 
 
-def _best(score: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Ids, ascending, of the scores that are no lower than the top_k-th highest; top_k < vocab."""
-    best = torch.topk(score, top_k + 1)
-    if best.values[-1] < best.values[-2]:
-        return best.indices[:-1].sort().values
-    return (score >= best.values[-2]).nonzero().flatten()
+def _kth_highest(score: torch.Tensor, k: int) -> float:
+    values = score.numpy()
+    return np.partition(values, len(values) - k)[len(values) - k].item()
 
 
-def _nucleus(score: torch.Tensor, weight: torch.Tensor, budget: int) -> torch.Tensor:
-    """Which tokens are in the smallest set of best tokens that weighs at least `budget` (bool).
+def _drop_below(weight: torch.Tensor, value: torch.Tensor, threshold: torch.Tensor) -> None:
+    """weight = 0 where value < threshold[row]. Written as fp32, a comparison takes a quarter of the
+    time.
+    """
+    weight *= torch.ge(value, threshold[:, None], out=torch.empty_like(value))
+
+
+def _keep_nucleus(
+    rows: torch.Tensor,
+    score: torch.Tensor,
+    top: torch.Tensor,
+    weight: torch.Tensor,
+    mass: torch.Tensor,
+    top_p: torch.Tensor,
+) -> None:
+    """Clear the weights outside the smallest set of best tokens that weighs top_p of their sum.
 
     Of tokens with equal scores the lowest ids are taken, as a stable descending order would.
     """
-    key = order_key(score)
-    threshold, above, ties = _crossing(key, weight.double(), budget)
-    kept = key > threshold
-    tie_weight = int(weight[ties[0]].item())
-    kept[ties[: -((above - budget) // tie_weight)]] = True
-    return kept
+    totals, shares = mass.sum(1)[rows].tolist(), top_p[rows].tolist()
+    budget = [max(math.ceil(p * total), 1) for p, total in zip(shares, totals, strict=True)]
+    threshold, reached = torch.full_like(top, -math.inf), torch.full_like(mass[:, 0], math.inf)
+    wanted = torch.tensor(budget, dtype=torch.float64)
+    threshold[rows], reached[rows] = _nucleus(score.index_select(0, rows), top[rows], wanted)
+    _drop_below(weight, score, threshold)
+    for row in (_block_sums(weight).sum(1) > reached).nonzero()[:, 0].tolist():
+        ties = (score[row] == threshold[row]).nonzero()[:, 0]
+        extra = weight[row].sum(dtype=torch.float64).item() - reached[row].item()
+        weight[row, ties[-int(extra / weight[row, ties[0]].item()) :]] = 0
 
 
-def _crossing(
-    key: torch.Tensor, weight: torch.Tensor, budget: int
-) -> tuple[int, int, torch.Tensor]:
-    """The highest key that, with all keys above it, weighs at least `budget`; the weight above;
-    where that key is.
+def _nucleus(
+    values: torch.Tensor, top: torch.Tensor, budget: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest score of each row's smallest set of highest scores that weighs at least `budget`,
+    and the weight of that set. Reorders `values` [rows, vocab], whose rows weigh that much.
 
-    While many are left: a histogram of the weights over the next digit of the keys finds the digit
-    in which the budget is reached. Few are sorted.
+    Selects ever more of the highest scores and sorts those among which the budget is reached.
+    numpy's selection takes a hundredth of the time of a sort in torch.
     """
-    above, places = 0.0, None
-    for shift, digits in ((20, 4096), (8, 4096), (0, 256)):
-        if key.numel() <= _FEW:
-            break
-        # the first digit is signed, and half of the digits are below zero
-        digit = (key >> shift) + digits // 2 if shift == 20 else (key >> shift) & (digits - 1)
-        reached = torch.bincount(digit, weights=weight, minlength=digits).flip(0).cumsum(0)
-        place = int(torch.searchsorted(reached, budget - above))
-        above += reached[place - 1].item() if place else 0.0
-        inside = (digit == digits - 1 - place).nonzero().flatten()
-        key, weight = key[inside], weight[inside]
-        places = inside if places is None else places[inside]
-    key, order = key.sort(descending=True, stable=True)
-    reached = weight[order].cumsum(0)
-    threshold = int(key[torch.searchsorted(reached, budget - above)])
-    tied = (key == threshold).nonzero().flatten()
-    first = int(tied[0])
-    above += reached[first - 1].item() if first else 0.0
-    return threshold, int(above), order[tied] if places is None else places[order[tied]]
+    threshold, reached = torch.empty_like(top), torch.empty_like(budget)
+    rows, above = torch.arange(len(top)), torch.zeros_like(budget)
+    end, count = values.shape[1], _FEW
+    while end and len(rows):
+        start = max(end - count, 0)
+        if start:
+            values.numpy()[:, :end].partition(start)
+        part = values[:, start:end]
+        upper = above + weigh(part, top[rows, None]).sum(1, dtype=torch.float64)
+        inside = upper >= budget[rows]
+        if inside.any():
+            ordered = torch.from_numpy(np.sort(part[inside].numpy())).flip(1)
+            found = rows[inside]
+            sums = weigh(ordered, top[found, None]).cumsum(1, dtype=torch.float64)
+            sums += above[inside, None]
+            place = torch.searchsorted(sums, budget[found, None])
+            threshold[found] = ordered.gather(1, place)[:, 0]
+            reached[found] = sums.gather(1, place)[:, 0]
+            values, rows, upper = values[~inside], rows[~inside], upper[~inside]
+        above, end, count = upper, start, count * _GROWTH
+    assert not len(rows), "a budget is higher than the weights of its row"
+    return threshold, reached
+
+
+def _block_sums(weight: torch.Tensor) -> torch.Tensor:
+    """Sums of blocks of weights [rows, vocab], fp64 [rows, blocks]; the last may be shorter."""
+    vocab = weight.shape[1]
+    whole = vocab // _BLOCK * _BLOCK
+    sums = weight[:, :whole].unflatten(1, (-1, _BLOCK)).sum(2, dtype=torch.float64)
+    if whole == vocab:
+        return sums
+    last = weight[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
+    return torch.cat([sums, last], dim=1)
+
+
+def _find(weight: torch.Tensor, reached: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """For each row the first id at which the sum of its weights exceeds `target`.
+
+    reached  sums up to the end of each block of weights
+    """
+    block = torch.searchsorted(reached, target[:, None], right=True)
+    before = reached.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    ids = block * _BLOCK + torch.arange(_BLOCK)
+    inside = ids < weight.shape[1]
+    own = weight.gather(1, ids.clamp(max=weight.shape[1] - 1)) * inside
+    sums = own.cumsum(1, dtype=torch.float64) + before
+    return (block * _BLOCK + torch.searchsorted(sums, target[:, None], right=True))[:, 0]
 
 
 def _log_mass(total: float) -> float:
