@@ -19,7 +19,7 @@ from bench.lib.results import RESULTS, describe, store
 from bench.lib.systems import Prompts, run_tcb
 from bench.models import NAMES, open_model
 from tcb.model.attention_hook import call_model
-from tcb.model.linear import use_onednn
+from tcb.model.linear import use_fast_products
 from tcb.model.recording import RECORD, Recording, register_recording
 from tcb.model.twin import set_attention, twin
 
@@ -63,7 +63,7 @@ def run_bare(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> None:
     register_recording()
     clone = twin(model)
     set_attention(clone, RECORD)
-    use_onednn(clone)
+    use_fast_products(clone)
     left = sum(map(len, prompts))
     while left:
         _forward(clone, min(left, CHUNK), 1)

@@ -1,6 +1,7 @@
 """Keeps on each model what is needed to call it, from one engine to the next.
 
-A twin and a probe cost tens of milliseconds, and depend on the model alone. They are kept as a
+A twin and a probe cost tens of milliseconds, and depend on the model alone. On a CPU copies of
+weights in a faster layout may belong to a twin (`tcb.model.linear`). All are kept as a
 private attribute of the model, and go with it: a table of all models would hold them for ever
 where a hook refers back to its model.
 """
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tcb.model.linear import use_onednn
+from tcb.model.linear import drop_copies, use_fast_products
 from tcb.model.probe import ModelLayers, probe
 from tcb.model.structure import Structure, structure
 from tcb.model.twin import COPIED, PREPARED, plain_model, twin
@@ -52,9 +53,12 @@ def prepare(model: nn.Module) -> Prepared:
     if kept is not None and kept.structure.matches(model) and kept.weights.matches(weights):
         return kept
     model.__dict__.pop(PREPARED, None)
+    if kept is not None:
+        # an engine may still hold the old twin: its copies make room for the new ones
+        drop_copies(kept.twin)
     with torch.inference_mode(False):
         clone = twin(model)
-    use_onednn(clone)
+    use_fast_products(clone)
     made_of = structure(model, clone.__dict__[COPIED])
     prepared = Prepared(clone, probe(model, clone), made_of, weights)
     model.__dict__[PREPARED] = prepared
