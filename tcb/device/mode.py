@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 
+from tcb.device.openmp import calm_workers
+
 
 @contextmanager
 def plain_mode(device: torch.device) -> Iterator[None]:
-    """`device` is the current one; no gradients, no inference mode, no autocast."""
+    """`device` is the current one; no gradients, no inference mode, no autocast. On a CPU idle
+    workers do not spin.
+    """
+    if device.type == "cpu":
+        calm_workers()
     module: Any = torch.get_device_module(device) if device.type != "cpu" else None
     with (
         nullcontext() if module is None else module.device(device),
