@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.lib.prompts import WORKLOADS, Workload
 from bench.lib.results import RESULTS, describe, store
-from bench.lib.systems import SYSTEMS, Prompts, Settings, references
+from bench.lib.systems import SYSTEMS, Prompts, Settings, System, references
 from bench.models import NAMES, open_model
 
 # up to so many requests a sweep tries all settings of a system; above, those best at the last trial
@@ -169,12 +169,21 @@ def measure(
 
 
 def timed(
-    system: str, model: PreTrainedModel, prompts: Prompts, new_tokens: int, settings: Settings
+    system: str,
+    model: PreTrainedModel,
+    prompts: Prompts,
+    new_tokens: int,
+    settings: Settings,
+    called: System | None = None,
 ) -> tuple[float, list[list[int]]]:
-    """Return the seconds of one call and its tokens, which must be as many as were asked for."""
+    """Return the seconds of one call and its tokens, which must be as many as were asked for.
+
+    called  what is called for a system that is none of `SYSTEMS`
+    """
+    run = (called or SYSTEMS[system]).run
     gc.collect()
     start = time.perf_counter()
-    tokens = SYSTEMS[system].run(model, prompts, new_tokens, settings)
+    tokens = run(model, prompts, new_tokens, settings)
     seconds = time.perf_counter() - start
     lengths = {len(row) for row in tokens}
     assert len(tokens) == len(prompts), f"{system}: {len(tokens)} results of {len(prompts)}"
