@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
-from tcb.device.mode import plain_mode
+from tcb.device.mode import host_by_default, plain_mode
 from tcb.device.runner import InFlightBatch, Runner
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers
@@ -59,13 +59,15 @@ class Engine:
     ) -> None:
         self.model, self.options, self.config = model, options, config
         self._place = _place(model)
-        prepared = prepare(model)
+        with host_by_default():
+            prepared = prepare(model)
         self.layers: ModelLayers = prepared.layers
         groups = group_layers(self.layers.layers)
         facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
         self.limits: Limits = resolve(config, facts)
         self.state: State = new_state(groups, self.limits)
-        self._runner = Runner(prepared, groups, self.state.columns, self.limits)
+        with host_by_default():
+            self._runner = Runner(prepared, groups, self.state.columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._reads_history = False
 

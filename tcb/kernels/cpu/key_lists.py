@@ -113,7 +113,7 @@ def build_lists(
         masks.append(padding[:, None].expand(-1, heads, -1).reshape(-1))
 
     key_row, value_row = torch.cat(rows[0]), torch.cat(rows[-1])
-    score, weight = torch.empty(2, key_row.numel())
+    score, weight = torch.empty(2, key_row.numel(), dtype=torch.float32)
     row_widths = [w for w, size in zip(widths, sizes, strict=True) for _ in range(size * heads)]
     row_start = torch.tensor([0, *accumulate(row_widths)])
     shapes = tuple(
@@ -243,7 +243,7 @@ class _Scratch(threading.local):
         if name not in self._kept or self._kept[name].numel() < size:
             # what is made in inference mode cannot be written outside of it
             with torch.inference_mode(False):
-                self._kept[name] = torch.empty(size)
+                self._kept[name] = torch.empty(size, dtype=torch.float32)
         return self._kept[name][:size]
 
 
