@@ -104,9 +104,9 @@ class Engine:
         """
         return check_prompt(tokens, self.layers.num_embeddings)
 
-    def check(self, prompt_length: int, max_new_tokens: int, needs_history: bool = False) -> None:
+    def check(self, prompt_length: int, needs_history: bool = False) -> None:
         """Raise ValueError if such a request can never be computed."""
-        self.limits.check_request(prompt_length, max_new_tokens, needs_history)
+        self.limits.check_request(prompt_length, needs_history)
 
     def mode(self) -> AbstractContextManager[None]:
         """What steps run in, whatever the caller's thread is set to."""

@@ -85,6 +85,7 @@ class Limits:
     max_length          most positions of one sequence
     return_logprobs     whether the log-probabilities of sampled tokens are wanted
     deterministic       whether the bits of attention must not depend on batch and chunks
+    max_positions       positions that the model can take; None: no such end
     """
 
     page_size: int
@@ -99,20 +100,29 @@ class Limits:
     max_length: int
     return_logprobs: bool
     deterministic: bool = False
+    max_positions: int | None = None
 
-    def check_request(
-        self, prompt_length: int, max_new_tokens: int, needs_history: bool = False
-    ) -> None:
-        """Raise ValueError if a request of these lengths can never be computed, or needs its
-        history while batches fly.
+    @property
+    def what_allows_more(self) -> str:
+        """Why no sequence has more than `max_length` positions, and what would allow more."""
+        if self.max_length == self.max_positions:
+            return "the model has no more positions that it can serve"
+        return "more num_blocks or max_memory_percent allow more"
+
+    def room_after(self, prompt_length: int) -> int:
+        """Most new tokens after a prompt of this length; the last one is sampled, never
+        computed.
         """
-        # the last token is sampled, never computed
-        positions = prompt_length + max_new_tokens - 1
-        if positions > self.max_length:
+        return self.max_length - prompt_length + 1
+
+    def check_request(self, prompt_length: int, needs_history: bool = False) -> None:
+        """Raise ValueError if the prompt of a request can never be computed, or if the request
+        needs its history while batches fly.
+        """
+        if prompt_length > self.max_length:
             raise ValueError(
-                f"prompt of {prompt_length} tokens and max_new_tokens {max_new_tokens} need "
-                f"{positions} positions; accepted: at most {self.max_length} "
-                "(more num_blocks or max_memory_percent allow more)"
+                f"prompt of {prompt_length} tokens needs {prompt_length} positions; accepted: at "
+                f"most {self.max_length} ({self.what_allows_more})"
             )
         if needs_history and self.depth:
             raise ValueError(
@@ -153,6 +163,7 @@ def resolve(config: ContinuousBatchingConfig, facts: Facts) -> Limits:
         depth=depth,
         host_blocks=_host_blocks(config, facts),
         max_length=longest_sequence(facts, config.page_size, num_blocks),
+        max_positions=facts.max_positions,
         return_logprobs=config.return_logprobs,
         deterministic=config.deterministic == "batch",
     )

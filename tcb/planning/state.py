@@ -87,6 +87,7 @@ class Sequence:
 class State:
     """All sequences, all blocks, all rows; `waiting` and `running` partition the live sequences."""
 
+    limits: Limits
     page_size: int
     groups: tuple[LayerGroup, ...]
     # the groups that have a window
@@ -122,6 +123,7 @@ def new_state(groups: tuple[LayerGroup, ...], limits: Limits) -> State:
     """An empty state for these layer groups."""
     page_size = limits.page_size
     return State(
+        limits=limits,
         page_size=page_size,
         groups=groups,
         sliding=tuple(g for g, group in enumerate(groups) if group.window is not None),
@@ -144,7 +146,7 @@ def apply_arrival(state: State, request: Request) -> Sequence:
         seq_id=seq_id,
         request=request,
         num_prompt=len(request.prompt),
-        limit=request.max_new_tokens,
+        limit=min(request.max_new_tokens, state.limits.room_after(len(request.prompt))),
         first=[0] * num_groups,
         tables=[[] for _ in range(num_groups)],
     )
@@ -224,13 +226,26 @@ def apply_results(
             sequence.timestamps.append(now)
         if len(generated) > sequence.hash_next_at:
             _register_pages(state, sequence)
-        if token in request.eos or len(generated) >= sequence.limit:
+        if token in request.eos:
+            finished.append(sequence)
+        elif len(generated) >= sequence.limit:
+            if sequence.limit < request.max_new_tokens:
+                sequence.error = _out_of_room(state, sequence)
             finished.append(sequence)
         elif request.streaming:
             streamed.append(sequence)
     for sequence in finished:
         _end(state, sequence)
     return StepOutput(tuple(finished), tuple(streamed))
+
+
+def _out_of_room(state: State, sequence: Sequence) -> str:
+    """Why a sequence ended before it had its `max_new_tokens`."""
+    return (
+        f"max_new_tokens is {sequence.request.max_new_tokens}, and after a prompt of "
+        f"{sequence.num_prompt} tokens there is room for {sequence.limit}, which were generated "
+        f"({state.limits.what_allows_more})"
+    )
 
 
 def pages_past(state: State, sequence: Sequence, group: int, position: int) -> int:

@@ -1,5 +1,6 @@
 """Make requests of what users hand in, and submit them: prompts, ids, options, seeds, forks."""
 
+import logging
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from tcb.planning.limits import WorkloadHints
 from tcb.planning.request import Request
 from tcb.service.loop import Inbox, Loop, deadline_of, seconds_to
 from tcb.service.outputs import OutputRouter, failed_output
+
+logger = logging.getLogger("ContinuousBatchingLogger")
 
 # seconds that a request waits for room in a full queue, as in transformers
 QUEUE_TIMEOUT = 10.0
@@ -39,12 +42,13 @@ class Intake:
         self._seed: int | None = None
         self._base_seed: int | None = None
         self._num_prompts = 0
+        self._warned = False
         self.num_ids = 0
         self.options, self.timeout = options, QUEUE_TIMEOUT
 
     def use(self, options: GenerationOptions, seed: int | None) -> None:
         """Let requests to come have these options; draws start anew where `seed` is another."""
-        self.options = options
+        self.options, self._warned = options, False
         if seed != self._seed:
             self._seed = seed
             self.reseed()
@@ -123,7 +127,7 @@ class Intake:
             try:
                 first = requests[0]
                 reads_history = first.processors is not None
-                engine.check(len(first.prompt), first.max_new_tokens, reads_history)
+                engine.check(len(first.prompt), reads_history)
             except ValueError as error:
                 for request in filter(self._router.holds, requests):
                     self._router.fail_and_deliver(request, error)
@@ -140,7 +144,8 @@ class Intake:
         ordinal = self._next_ordinal()
         prompt = engine.read_prompt(tokens)
         new_tokens = options.new_tokens_for(len(prompt))
-        engine.check(len(prompt), new_tokens, options.needs_history)
+        engine.check(len(prompt), options.needs_history)
+        self._warn_of_room(name, new_tokens, engine.limits.room_after(len(prompt)))
         now = perf_counter()
         return [
             Request(
@@ -156,6 +161,18 @@ class Intake:
             )
             for child in range(options.num_return_sequences)
         ]
+
+    def _warn_of_room(self, name: str, new_tokens: int, room: int) -> None:
+        """Say once, until other options are used, that a request may end for want of room."""
+        if new_tokens > room and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: max_new_tokens is %d, and there is room for %d; a request that has not ended "
+                "by then is FAILED, with its tokens and the reason",
+                name,
+                new_tokens,
+                room,
+            )
 
     def _submit(self, requests: Sequence[Request], timeout: float | None) -> None:
         """Open requests and leave them for the loop; where it has no room, wait or turn it."""

@@ -173,12 +173,34 @@ def test_the_model_is_left_as_it_was(references):
     run(engine)
 
 
-def test_a_request_that_can_never_fit_is_refused_alone(references):
+def test_a_prompt_that_can_never_fit_is_refused_alone(references):
     model, prompts, expected = references("llama")
     engine = new_engine(model, page_size=8, num_blocks=12)
+    engine.check(96)
     with pytest.raises(ValueError, match="accepted: at most 96 "):
-        engine.check(len(prompts[5]), 64)
+        engine.check(97)
     assert serve(engine, prompts, NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_generous_limit_ends_where_the_pool_does(references, family, asynchronous):
+    model, prompts, _ = references(family)
+    engine = new_engine(model, page_size=4, num_blocks=26, use_async_batching=asynchronous)
+    prompts = [prompt for prompt in prompts if len(prompt) < engine.limits.max_length]
+    rooms = [engine.limits.room_after(len(prompt)) for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(f"r{i}", tuple(prompt), 10**6))
+    ended = {}
+    while engine.has_work:
+        ended |= {sequence.request.id: sequence for sequence in engine.step().finished}
+    for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True)):
+        sequence = ended[f"r{i}"]
+        assert sequence.generated == alone(model, prompt, room)
+        assert (
+            f"max_new_tokens is {10**6}" in sequence.error and f"room for {room}," in sequence.error
+        )
+    assert not any(engine.state.pool.readers)
 
 
 def test_torch_operations_are_what_ran():

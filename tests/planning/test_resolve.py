@@ -71,6 +71,7 @@ def test_everything_named_by_the_user():
         max_length=28,
         return_logprobs=True,
         deterministic=True,
+        max_positions=2048,
     )
 
 
@@ -89,6 +90,7 @@ def test_nothing_named_by_the_user():
         host_blocks=0,
         max_length=2048,
         return_logprobs=False,
+        max_positions=2048,
         deterministic=False,
     )
     left = int(0.9 * FACTS.free_memory) - batch_bytes(FACTS, size)

@@ -264,7 +264,7 @@ def test_a_prompt_that_waits_for_blocks_is_not_scanned_in_every_step(windows):
             windows,
             max_batch_tokens=8000,
             num_blocks=len(windows) * length // 4 + 8,
-            max_length=5000,
+            max_length=15000,
         )
         running = arrive(state, "A", length, max_new_tokens=40)
         turn(state, limits)

@@ -46,7 +46,7 @@ def test_requests_before_start_are_served(new):
         ([-1], "-1"),
         (None, "NoneType"),
         ("text", "str"),
-        ([1] * 198, "198"),
+        ([1] * 201, "201"),
         (torch.ones(2, 2, dtype=torch.int64), "prompt"),
     ],
 )
@@ -57,6 +57,20 @@ def test_a_bad_prompt_is_a_value_error_and_hurts_nobody(held, engines, tokens, w
     engines[-1].go.set()
     assert is_done(held.get_result(good), [1, 2])
     assert held.get_result("bad") is None
+
+
+def test_a_generous_limit_is_warned_of_once(held, engines, caplog):
+    ids = [held.add_request([1] * 198, max_new_tokens=n) for n in (3, 4, 4)]
+    assert [line.message for line in caplog.records] == [
+        "req_1: max_new_tokens is 4, and there is room for 3; a request that has not ended by then "
+        "is FAILED, with its tokens and the reason"
+    ]
+    engines[-1].go.set()
+    outputs = [held.get_result(i) for i in ids]
+    assert [len(output.generated_tokens) for output in outputs] == [3, 3, 3]
+    assert outputs[0].error is None
+    for output in outputs[1:]:
+        assert output.status is RequestStatus.FAILED and "room for 3" in output.error
 
 
 def test_a_bad_option_is_named(manager):

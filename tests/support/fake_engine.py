@@ -108,9 +108,8 @@ class FakeEngine:
     def read_prompt(self, tokens):
         return check_prompt(tokens, VOCAB)
 
-    def check(self, prompt_length, max_new_tokens, needs_history=False):
-        if prompt_length + max_new_tokens - 1 > self.limits.max_length:
-            raise ValueError(f"{prompt_length} + {max_new_tokens} positions; accepted: fewer")
+    def check(self, prompt_length, needs_history=False):
+        self.limits.check_request(prompt_length, needs_history)
 
     def submit(self, request):
         self._called()
