@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
-from tcb.device.mode import host_by_default, plain_mode
+from tcb.device.mode import plain_mode
 from tcb.device.runner import InFlightBatch, Runner
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers
@@ -59,15 +59,13 @@ class Engine:
     ) -> None:
         self.model, self.options, self.config = model, options, config
         self._place = _place(model)
-        with host_by_default():
-            prepared = prepare(model)
+        prepared = prepare(model)
         self.layers: ModelLayers = prepared.layers
         groups = group_layers(self.layers.layers)
         facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
         self.limits: Limits = resolve(config, facts)
         self.state: State = new_state(groups, self.limits)
-        with host_by_default():
-            self._runner = Runner(prepared, groups, self.state.columns, self.limits)
+        self._runner = Runner(prepared, groups, self.state.columns, self.limits)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._reads_history = False
 
@@ -103,10 +101,6 @@ class Engine:
         model's.
         """
         return check_prompt(tokens, self.layers.num_embeddings)
-
-    def check(self, prompt_length: int, needs_history: bool = False) -> None:
-        """Raise ValueError if such a request can never be computed."""
-        self.limits.check_request(prompt_length, needs_history)
 
     def mode(self) -> AbstractContextManager[None]:
         """What steps run in, whatever the caller's thread is set to."""

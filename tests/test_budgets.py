@@ -7,7 +7,7 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1490,
+    ("planning",): 1510,
     ("kernels",): 2820,
     ("options", "model", "device"): 1600,
     ("engine", "compat", "service", "api", "the package"): 1540,

@@ -115,6 +115,18 @@ class Limits:
         """
         return self.max_length - prompt_length + 1
 
+    def why_ended(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        """Why there are no more new tokens after a prompt of this length; None if it has all that
+        it asked for.
+        """
+        room = self.room_after(prompt_length)
+        if max_new_tokens <= room:
+            return None
+        return (
+            f"max_new_tokens is {max_new_tokens}, and after a prompt of {prompt_length} tokens "
+            f"there is room for {room}, which were generated ({self.what_allows_more})"
+        )
+
     def check_request(self, prompt_length: int, needs_history: bool = False) -> None:
         """Raise ValueError if the prompt of a request can never be computed, or if the request
         needs its history while batches fly.

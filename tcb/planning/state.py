@@ -93,7 +93,6 @@ class State:
     # the groups that have a window
     sliding: tuple[int, ...]
     columns: tuple[int, ...]
-    share: bool
     pool: BlockPool
     free_rows: list[int]
     free_host: list[int]
@@ -131,7 +130,6 @@ def new_state(groups: tuple[LayerGroup, ...], limits: Limits) -> State:
             num_columns(group.window, page_size, limits.max_batch_tokens, limits.max_length)
             for group in groups
         ),
-        share=limits.share_prefixes,
         pool=BlockPool(limits.num_blocks, len(groups)),
         free_rows=list(range(limits.max_requests - 1, -1, -1)),
         free_host=list(range(limits.host_blocks - 1, -1, -1)),
@@ -150,7 +148,7 @@ def apply_arrival(state: State, request: Request) -> Sequence:
         first=[0] * num_groups,
         tables=[[] for _ in range(num_groups)],
     )
-    if state.share:
+    if state.limits.share_prefixes:
         sequence.hash_next_at = state.page_size - sequence.num_prompt
         extend_hashes(sequence.block_hashes, request.prompt, state.page_size)
         _join_parent(state, sequence)
@@ -226,26 +224,15 @@ def apply_results(
             sequence.timestamps.append(now)
         if len(generated) > sequence.hash_next_at:
             _register_pages(state, sequence)
-        if token in request.eos:
-            finished.append(sequence)
-        elif len(generated) >= sequence.limit:
-            if sequence.limit < request.max_new_tokens:
-                sequence.error = _out_of_room(state, sequence)
+        if token in request.eos or len(generated) >= sequence.limit:
+            if token not in request.eos:
+                sequence.error = state.limits.why_ended(sequence.num_prompt, request.max_new_tokens)
             finished.append(sequence)
         elif request.streaming:
             streamed.append(sequence)
     for sequence in finished:
         _end(state, sequence)
     return StepOutput(tuple(finished), tuple(streamed))
-
-
-def _out_of_room(state: State, sequence: Sequence) -> str:
-    """Why a sequence ended before it had its `max_new_tokens`."""
-    return (
-        f"max_new_tokens is {sequence.request.max_new_tokens}, and after a prompt of "
-        f"{sequence.num_prompt} tokens there is room for {sequence.limit}, which were generated "
-        f"({state.limits.what_allows_more})"
-    )
 
 
 def pages_past(state: State, sequence: Sequence, group: int, position: int) -> int:
@@ -307,7 +294,7 @@ def _admit(state: State, chunk: Chunk, now: float) -> Sequence:
     sequence.row = chunk.row
     if not sequence.was_running:
         sequence.started = now
-    if state.share:
+    if state.limits.share_prefixes:
         # pages that were registered in blocks now lost are registered again
         sequence.hash_next_at = state.page_size - sequence.num_prompt
     return sequence

@@ -127,7 +127,7 @@ class Intake:
             try:
                 first = requests[0]
                 reads_history = first.processors is not None
-                engine.check(len(first.prompt), reads_history)
+                engine.limits.check_request(len(first.prompt), reads_history)
             except ValueError as error:
                 for request in filter(self._router.holds, requests):
                     self._router.fail_and_deliver(request, error)
@@ -144,7 +144,7 @@ class Intake:
         ordinal = self._next_ordinal()
         prompt = engine.read_prompt(tokens)
         new_tokens = options.new_tokens_for(len(prompt))
-        engine.check(len(prompt), options.needs_history)
+        engine.limits.check_request(len(prompt), options.needs_history)
         self._warn_of_room(name, new_tokens, engine.limits.room_after(len(prompt)))
         now = perf_counter()
         return [

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tcb.compat.attributes import ProcessorView, TransformersManager
+from tcb.device.mode import host_by_default
 from tcb.engine import Engine
 from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig
@@ -59,11 +60,10 @@ class ContinuousBatchingManager(TransformersManager):
         self.background_thread_status = BackgroundThreadStatus()
         self.output_router = OutputRouter()
         self._inbox = Inbox(self._settings.max_queue_size)
-        self._loop = Loop(
-            self._inbox, self.output_router, self.background_thread_status, self._on_close
-        )
+        status, router = self.background_thread_status, self.output_router
+        self._loop = Loop(self._inbox, router, status, self._on_close)
         options = options_of(model, generation_config)
-        self._intake = Intake(self.output_router, self._inbox, self._loop, options)
+        self._intake = Intake(router, self._inbox, self._loop, options)
         self._intake.use(options, self._settings.seed)
         # who builds, opens or destroys; and who comes into a session or leaves it
         self._control, self._door = threading.RLock(), threading.RLock()
@@ -371,7 +371,7 @@ class ContinuousBatchingManager(TransformersManager):
 
     def _engine(self) -> Engine:
         """The engine, built now if there is none. Raises what its constructor raises."""
-        with self._control:
+        with self._control, host_by_default():
             if self._loop.engine is None:
                 engine = Engine(self.model, self.options, self._settings, self._hints)
                 self.continuous_batching_config = engine.resolved(self._settings)

@@ -176,9 +176,9 @@ def test_the_model_is_left_as_it_was(references):
 def test_a_prompt_that_can_never_fit_is_refused_alone(references):
     model, prompts, expected = references("llama")
     engine = new_engine(model, page_size=8, num_blocks=12)
-    engine.check(96)
+    engine.limits.check_request(96)
     with pytest.raises(ValueError, match="accepted: at most 96 "):
-        engine.check(97)
+        engine.limits.check_request(97)
     assert serve(engine, prompts, NEW_TOKENS) == expected
 
 

@@ -63,7 +63,7 @@ class FakeEngine:
     pace       seconds that a step takes at least
     breaks     what the next step raises, if anything
     weights    what stands for the weights; `refresh_weights` compares it
-    calls      the threads that called, but for `check` and `close`
+    calls      the threads that called, but for `close`
     """
 
     built: list["FakeEngine"]
@@ -107,9 +107,6 @@ class FakeEngine:
 
     def read_prompt(self, tokens):
         return check_prompt(tokens, VOCAB)
-
-    def check(self, prompt_length, needs_history=False):
-        self.limits.check_request(prompt_length, needs_history)
 
     def submit(self, request):
         self._called()
