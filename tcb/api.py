@@ -14,9 +14,10 @@ from tcb.compat.attributes import kept_on
 from tcb.compat.generate import generate_paged
 from tcb.model.twin import plain_model
 from tcb.options.generation import GenerationOptions, config_within, read_options
+from tcb.options.inputs import list_of_prompts
 from tcb.planning.limits import WorkloadHints
 from tcb.planning.output import GenerationOutput
-from tcb.service.intake import hints_of, list_of_prompts
+from tcb.service.intake import hints_of
 from tcb.service.manager import ContinuousBatchingManager
 
 logger = logging.getLogger("ContinuousBatchingLogger")
@@ -36,7 +37,8 @@ def generate_batch(
     """What `model.generate` would give for each prompt, by request id, in the order of the prompts.
 
     inputs   prompts: lists of token ids, one-dimensional tensors or arrays, or the rows of one
-             tensor or array; rows are taken as they are, padding included
+             tensor or array, which are taken as they are, padding included; or what a tokenizer
+             returns, whose `attention_mask` says what is padding; or texts, with `tokenizer=`
 
     Further keywords are generation options, as in `generate`: `max_new_tokens=32`. With several
     return sequences the forks `<id>__child#<i>` come before their parent. A prompt that cannot be
@@ -46,9 +48,9 @@ def generate_batch(
     Raises TypeError for an unknown keyword, ValueError for an option, a setting or a model that
     cannot be served, MemoryError where the device has no room; all of that before anything starts.
     """
-    model = plain_model(model)
+    model, tokenizer = plain_model(model), kwargs.pop("tokenizer", None)
     options = read_options(model, generation_config, kwargs)
-    prompts = list_of_prompts(inputs)
+    prompts = list_of_prompts(inputs, tokenizer)
     if not prompts:
         return {}
     hints = hints_of(prompts, options, persistent_manager)

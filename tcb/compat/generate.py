@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcb.options.generation import ASKS_FOR_RECORD
 from tcb.planning.output import GenerationOutput
 
 _UNSUPPORTED = (
@@ -41,14 +42,17 @@ def generate_paged(
             raise NotImplementedError(f"{name} is not supported with cache_implementation='paged'")
     for name in ("cache_implementation", "synced_gpus", "use_model_defaults", "custom_generate"):
         kwargs.pop(name, None)
+    for name in ASKS_FOR_RECORD:
+        if asked := _option(name, model, generation_config, kwargs):
+            raise ValueError(f"{name} is {asked!r}; accepted: False (tokens are returned)")
     rows = kwargs.pop("input_ids", None) if inputs is None else inputs
     mask = kwargs.pop("attention_mask", None)
     if rows is None or rows.dim() not in (1, 2):
         shape = None if rows is None else list(rows.shape)
         raise ValueError(f"inputs has shape {shape}; accepted: [length] and [prompts, length]")
     rows = rows if rows.dim() == 2 else rows[None]
-    pad = _token("pad_token_id", model, generation_config, kwargs)
-    eos = _token("eos_token_id", model, generation_config, kwargs)
+    pad = _option("pad_token_id", model, generation_config, kwargs)
+    eos = _option("eos_token_id", model, generation_config, kwargs)
     kept = _mask(rows, mask, pad, eos)
     prompts = [row[keep] for row, keep in zip(rows, kept, strict=True)]
     outputs = list(
@@ -61,11 +65,11 @@ def generate_paged(
     return _stack(rows.repeat_interleave(per_prompt, 0), outputs, _filler(pad, eos))
 
 
-def _token(name: str, model: nn.Module, generation_config: Any, options: Mapping[str, Any]) -> Any:
-    """A special token as `generate` finds it: in the call, in its config, in the model's own."""
+def _option(name: str, model: nn.Module, generation_config: Any, options: Mapping[str, Any]) -> Any:
+    """An option as `generate` finds it: in the call, in its config, in the model's own."""
     own = getattr(model, "generation_config", None)
     found = [options.get(name), getattr(generation_config, name, None), getattr(own, name, None)]
-    return next((token for token in found if token is not None), None)
+    return next((option for option in found if option is not None), None)
 
 
 def _mask(rows: Tensor, mask: Tensor | None, pad: Any, eos: Any) -> Tensor:

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from operator import index, not_
 from typing import Any
 
@@ -58,9 +59,6 @@ _RULES = {
     "is_assistant": Rule("False (nothing is speculated)", not_),
     "output_attentions": Rule("False", not_),
     "output_hidden_states": Rule("False", not_),
-    "output_scores": Rule("False", not_),
-    "output_logits": Rule("False", not_),
-    "return_dict_in_generate": Rule("False", not_),
     "cache_implementation": Rule(
         "None, 'paged', 'dynamic' or 'dynamic_full' (keys and values are always paged)",
         lambda value: value in (None, "paged", "dynamic", "dynamic_full"),
@@ -70,6 +68,8 @@ _RULES = {
     "max_length": Rule("integers > 0", _is_length),
     "num_return_sequences": Rule("integers > 0", _is_length),
 }
+# what asks `generate` for a record in place of tokens: outputs are records anyway
+ASKS_FOR_RECORD = ("output_scores", "output_logits", "return_dict_in_generate")
 # sampling options of a config: the values that mean off
 _OFF: dict[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
 del _OFF["seed"]
@@ -197,6 +197,9 @@ def read_options(
         config.max_length = None
     for name, rule in _RULES.items():
         _require(name, getattr(config, name, None), rule)
+    for name in ASKS_FOR_RECORD:
+        if getattr(config, name, None):
+            _say_what_outputs_hold(name)
     eos = end_tokens(config.eos_token_id)
     return GenerationOptions(
         eos=eos,
@@ -241,6 +244,16 @@ def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any])
         if value is not None:
             setattr(given, name, value)
     return given
+
+
+@cache
+def _say_what_outputs_hold(name: str) -> None:
+    """Log, once in the life of the process, that an option changes no output."""
+    logger.warning(
+        "%s has no effect: an output is a record of its tokens and, with return_logprobs=True in "
+        "the continuous batching config, of their log-probabilities",
+        name,
+    )
 
 
 def _require(name: str, value: Any, rule: Rule) -> None:

@@ -235,17 +235,6 @@ def read_settings(config: Any) -> ContinuousBatchingConfig:
     return settings
 
 
-def list_of_prompts(inputs: Any) -> list[Any]:
-    """The prompts one by one, whatever is in them. Raises TypeError for what holds no prompts."""
-    if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
-        kind = type(inputs).__name__
-        raise TypeError(
-            f"inputs is a {kind}; accepted: prompts, each a list of token ids, such as the "
-            "'input_ids' of a tokenizer's output"
-        )
-    return list(inputs)
-
-
 def hints_of(prompts: Iterable[Any], options: GenerationOptions, for_more: bool) -> WorkloadHints:
     """What a call foretells of its requests; with `for_more`, others may follow that differ."""
     lengths = [_length(prompt) for prompt in prompts]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
+from tcb.options.generation import ASKS_FOR_RECORD, _say_what_outputs_hold
 from tcb.options.processors import apply_history
 from tcb.options.seeds import draw_base_seed
 from tcb.planning.request import SamplingParams
@@ -117,9 +118,6 @@ REFUSED = {
     "is_assistant": True,
     "output_attentions": True,
     "output_hidden_states": True,
-    "output_scores": True,
-    "output_logits": True,
-    "return_dict_in_generate": True,
     "cache_implementation": "static",
     "cache_config": {"nbits": 4},
     "max_new_tokens": 0,
@@ -170,6 +168,15 @@ def test_what_would_break_a_request_is_refused_by_name(model, name, value, words
         read(model, do_sample=True, **{name: value})
 
 
+@pytest.mark.parametrize("name", ASKS_FOR_RECORD)
+def test_what_asks_for_a_record_is_logged_once(model, caplog, name):
+    _say_what_outputs_hold.cache_clear()
+    config = GenerationConfig(**{name: True})
+    assert read(model, config) == read(model, config) == read(model)
+    lines = [line.message for line in caplog.records if line.name == "ContinuousBatchingLogger"]
+    assert [line.partition(" ")[0] for line in lines] == [name]
+
+
 def test_what_generate_ignores_is_ignored(model):
     harmless = GenerationConfig(
         early_stopping=True,
@@ -199,7 +206,7 @@ def test_every_option_of_transformers_has_an_answer(model):
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"),
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
         *("assistant_ensemble_weight", "compile_config", "disable_compile"),
-        *("continuous_batching_config", "transformers_version"),
+        *("continuous_batching_config", "transformers_version", *ASKS_FOR_RECORD),
     }
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields - known - silent == set()

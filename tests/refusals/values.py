@@ -128,9 +128,6 @@ OPTIONS: dict[str, list[Any]] = {
     "is_assistant": [True],
     "output_attentions": [True],
     "output_hidden_states": [True],
-    "output_scores": [True],
-    "output_logits": [True],
-    "return_dict_in_generate": [True],
     "cache_implementation": ["static"],
     "cache_config": [{"nbits": 4}],
     "max_new_tokens": [0, -1, 2.5, True],
@@ -222,7 +219,7 @@ def requests() -> Iterator[tuple[str, Case]]:
         yield f"prompt: {name}", partial(_add, prompt, {})
         yield f"prompt among many: {name}", lambda w, p=prompt: _failed(w, p)
     for name, inputs in {
-        "a mapping": {"input_ids": [[1]]},
+        "a mapping": {"ids": [[1]]},
         "text": "x",
         "none": None,
         "5": 5,

@@ -116,7 +116,7 @@ def test_prompts_of_many_kinds(tiny, kind):
     assert all(type(output.prompt_ids[0]) is int for output in outputs.values())
 
 
-@pytest.mark.parametrize("inputs", [{"input_ids": [[1]]}, "text", None, 5])
+@pytest.mark.parametrize("inputs", [{"ids": [[1]]}, "text", None, 5])
 def test_what_holds_no_prompts_is_a_type_error(tiny, inputs):
     with pytest.raises(TypeError, match=f"inputs is a {type(inputs).__name__}"):
         generate(tiny, inputs)

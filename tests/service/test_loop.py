@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from time import monotonic, sleep
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine, tokens_after
+from tests.support import fake_engine
+from tests.support.fake_engine import tokens_after
 from tests.support.waiting import SOON, in_thread, is_done, is_failed, until
 
 # cancelling
@@ -241,11 +243,8 @@ def test_a_request_that_another_engine_cannot_compute_ends_alone(new, engines, m
     manager = new()
     names = manager.add_requests([[6], [7] * 9, [8]])
 
-    def short(engine, prompt_length, *others):
-        if prompt_length > 5:
-            raise ValueError(f"{prompt_length} positions; accepted: at most 5")
-
-    monkeypatch.setattr(FakeEngine, "check", short)
+    # what the next engine has room for
+    monkeypatch.setattr(fake_engine, "LIMITS", replace(fake_engine.LIMITS, max_length=5))
     manager.adapt(manager.generation_config, {"page_size": 8})
     manager.start()
     assert len(engines) == 2
