@@ -1,8 +1,9 @@
-"""Serving speed: this package beside transformers' continuous batching and padded `generate`.
+"""Serving speed: this package beside transformers' continuous batching and padded `generate`, and
+beside vLLM on a CPU, which has a process of its own.
 
-All systems run the same model and prompts in one process, in turn, round by round, so that a slow
-minute of the machine hits each. Every request gets exactly the new tokens asked for, or it is an
-error. Writes one JSON file. It knows how to measure, and no system's inside.
+All systems run the same model and prompts, in turn, round by round, so that a slow minute of the
+machine hits each. Every request gets exactly the new tokens asked for, or it is an error. Writes
+one JSON file. It knows how to measure, and no system's inside.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import gc
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.lib.prompts import WORKLOADS, Workload
 from bench.lib.results import RESULTS, describe, store
 from bench.lib.systems import SYSTEMS, Prompts, Settings, System, references
-from bench.models import NAMES, open_model
+from bench.lib.vllm_process import vllm
+from bench.models import NAMES, SOURCES, fetch, open_model
 
 # up to so many requests a sweep tries all settings of a system; above, those best at the last trial
 _TRIED = 32
@@ -42,11 +45,18 @@ def main() -> None:
         "dtype": arguments.dtype,
         "workload": {"name": arguments.workload, **asdict(workload)},
     }
-    if arguments.sweep:
-        del content["workload"]["requests"]
-        content |= sweep(model, tokenizer, workload, arguments)
-    else:
-        content |= compare(model, tokenizer, workload, arguments)
+    with ExitStack() as stack:
+        if arguments.vllm_python:
+            process = vllm(
+                arguments.vllm_python, fetch(arguments.model), arguments.dtype, arguments.threads
+            )
+            SYSTEMS["vllm"] = stack.enter_context(process)
+            arguments.systems = [*arguments.systems, "vllm"]
+        if arguments.sweep:
+            del content["workload"]["requests"]
+            content |= sweep(model, tokenizer, workload, arguments)
+        else:
+            content |= compare(model, tokenizer, workload, arguments)
     content["environment"] = describe(device)
     which = "-sweep" if arguments.sweep else workload.requests
     default = f"serve-{device.type}-{arguments.model}-{arguments.workload}{which}"
@@ -247,6 +257,7 @@ def _parse() -> argparse.Namespace:
     add("--length", type=int, help="tokens of a prompt, about, if not those of the workload")
     add("--new-tokens", type=int, help="new tokens of each, if not those of the workload")
     add("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="NAME")
+    add("--vllm-python", type=Path, metavar="PATH", help="vLLM too: python of its environment")
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", default="cpu")
@@ -254,7 +265,10 @@ def _parse() -> argparse.Namespace:
     add("--no-reference", action="store_true", help="do not compare with generate, one by one")
     add("--name", help="name of the JSON file, without its ending")
     add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.vllm_python and (arguments.device != "cpu" or arguments.model not in SOURCES):
+        parser.error(f"--vllm-python: needs --device cpu and a model of {sorted(SOURCES)}")
+    return arguments
 
 
 def _counts(text: str) -> list[int]:

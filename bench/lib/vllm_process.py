@@ -23,7 +23,7 @@ from bench.lib.systems import Prompts, Settings, System
 
 _WORKER = Path(__file__).with_name("vllm_worker.py")
 # GiB for its keys and values, and the tokens of its longest request
-_CACHE_GIB, _MAX_LENGTH = 1, 1024
+_CACHE_GIB, _MAX_LENGTH = 1, 2048
 
 
 @contextmanager
