@@ -6,8 +6,8 @@
     prepared   oneDNN on an fp32 copy in the layout that it likes best; bf16 and fp16 rows are
                multiplied and summed in fp32 and rounded once, as their own products do
 
-32 rows times [49152, 576] in fp32 take 58, 36 and 30 ms (torch 2.13.0, two cores of an AMD EPYC with
-AVX2). It knows no layer.
+32 rows times [49152, 576] in fp32 take 58, 36 and 30 ms (torch 2.13.0, two cores of an AMD EPYC
+with AVX2). It knows no layer.
 """
 
 import time
