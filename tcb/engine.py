@@ -137,15 +137,15 @@ class Engine:
         return landed
 
     def refresh_weights(self) -> bool:
-        """Look whether the weights are still those of the cached keys and values; if not, all are
-        forgotten.
+        """Look whether the model is still that of the cached keys and values; if not, or if that
+        cannot be known, all are forgotten.
 
-        For the borders where somebody else may have written them. Nothing may fly: drain first.
-        Returns whether they changed.
+        For the borders where somebody else may have changed it. Nothing may fly: drain first.
+        Returns whether they were forgotten.
         """
         assert not self._flying, f"{len(self._flying)} batches fly while weights are compared"
         prepared = prepare(self.model)
-        if prepared is self._runner.prepared:
+        if prepared is self._runner.prepared and not prepared.reads_elsewhere:
             return False
         if prepared.layers != self.layers:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tcb.model.linear import drop_copies, use_fast_products
 from tcb.model.probe import ModelLayers, probe
-from tcb.model.structure import Structure, structure
+from tcb.model.structure import Structure, reads_elsewhere, structure
 from tcb.model.twin import COPIED, PREPARED, plain_model, twin
 from tcb.model.weights import Fingerprint, fingerprint
 
@@ -27,12 +27,14 @@ class Prepared:
     twin       what is called; engines of one model share it, so nobody changes it any more
     layers     how it attends
     structure, weights   what the model was made of, and what its weights looked like
+    reads_elsewhere      code of others takes part, which may read what is looked at by nobody
     """
 
     twin: PreTrainedModel
     layers: ModelLayers
     structure: Structure
     weights: Fingerprint
+    reads_elsewhere: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copied or stored model is prepared anew
@@ -60,6 +62,11 @@ def prepare(model: nn.Module) -> Prepared:
         clone = twin(model)
     use_fast_products(clone)
     made_of = structure(model, clone.__dict__[COPIED])
-    prepared = Prepared(clone, probe(model, clone), made_of, weights)
+    prepared = Prepared(clone, probe(model, clone), made_of, weights, reads_elsewhere(model))
     model.__dict__[PREPARED] = prepared
     return prepared
+
+
+def forget(model: nn.Module) -> None:
+    """Let the next `prepare` find a changed model, whatever it sees."""
+    plain_model(model).__dict__.pop(PREPARED, None)

@@ -6,11 +6,13 @@ Weights are not looked at, and neither is what is inside other objects that a mo
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
-from types import CellType
+from types import CellType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedConfig
 
 from tcb.model.twin import (
@@ -44,6 +46,8 @@ _UNSTABLE = frozenset(
         *TWIN_CONFIG,
     }
 )
+# packages whose hooks keep what they read in modules, where it is seen
+_STATE_IN_MODULES = frozenset({"torch", "transformers", "accelerate", "peft"})
 _OBJECTS = (nn.Module, PreTrainedConfig)
 _CONTAINERS = (dict, list, tuple, set, PreTrainedConfig)
 
@@ -93,6 +97,33 @@ def structure(model: nn.Module, copied: Iterable[Any] = ()) -> Structure:
     records += [(holder, _held(holder)) for holder in copied]
     rest = tuple(record for record in records if record[1])
     return Structure(_held(root), rest, tuple(holder for holder, held in records if not held))
+
+
+def reads_elsewhere(model: nn.Module) -> bool:
+    """Whether hooks, parametrizations or a `forward` set on a module were brought by others than
+    torch, transformers and the libraries that put theirs there with all state in modules.
+
+    Such code may read what no look at the model finds: a strength in a dictionary, a global.
+    """
+    return bool(_global_forward_hooks or _global_forward_pre_hooks) or any(
+        not _is_known(code) for module in modules_of(unwrap(model)) for code in _code_on(module)
+    )
+
+
+def _code_on(module: nn.Module) -> Iterator[Any]:
+    """What runs in a module's call beside the forward of its class."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        yield from (hook for hook in hooks.values() if not is_gradient_hook(hook))
+    if "forward" in module.__dict__:
+        yield module.__dict__["forward"]
+    for parametrizations in module._modules.get("parametrizations", nn.ModuleDict()).values():
+        yield from map(type, parametrizations)
+
+
+def _is_known(code: Any) -> bool:
+    while isinstance(code, partial | MethodType):
+        code = code.func if isinstance(code, partial) else code.__func__
+    return getattr(code, "__module__", "").partition(".")[0] in _STATE_IN_MODULES
 
 
 def _records(holder: Any, seen: set[int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from time import perf_counter
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tcb.compat.attributes import ProcessorView, TransformersManager
 from tcb.device.mode import host_by_default
 from tcb.engine import Engine
+from tcb.model.prepared import forget, prepare
 from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.limits import WorkloadHints
@@ -41,11 +42,10 @@ class ContinuousBatchingManager(TransformersManager):
     Raises ValueError, TypeError and MemoryError for what cannot be served, before anything starts.
 
     Requests are served between `start` and `stop`, by a background thread, and in a `session`, by
-    whoever waits for an output if there is no thread. They may be added before. After `stop`, or
-    once an error ended the run (`background_thread_status.fatal_error`; all its requests end
-    FAILED), adding one is a RuntimeError until the next `start`; transformers drops it with a
-    warning. Outputs that were delivered stay obtainable. `continuous_batching_config` is a copy,
-    with the sizes that the engine has.
+    whoever waits for an output if there is no thread. They may be added before. After `stop` or an
+    error (`background_thread_status.fatal_error`; all requests end FAILED), adding one is a
+    RuntimeError until the next `start`. `continuous_batching_config` is a copy, with the sizes that
+    the engine has.
     """
 
     def __init__(
@@ -115,8 +115,7 @@ class ContinuousBatchingManager(TransformersManager):
             keep: keep memory and cached prefixes for the next call if any session wants that
             warmup: allocate before anything runs
             block, timeout: wait for the end as `stop` does
-            background: have a thread serve, even while nobody waits. On a CPU that costs: two
-                threads, each with torch's pool of workers, crowd out each other
+            background: have a thread serve, even while nobody waits
         """
         with self._door:
             if not self._loop.is_accepting:
@@ -158,8 +157,7 @@ class ContinuousBatchingManager(TransformersManager):
 
         Args:
             block: wait for the end of the run, `timeout` seconds at most
-            keep_for_next_session: keep the memory and the cached prefixes, and keep the manager on
-                the model for the next call; else the memory is given back
+            keep_for_next_session: keep memory and prefixes, and the manager on the model
         """
         if not self.is_running():
             logger.warning("the manager is not running, so there is nothing to stop")
@@ -198,9 +196,8 @@ class ContinuousBatchingManager(TransformersManager):
     def pause(self) -> Generator[None]:
         """Let the loop stand still, all batches landed, so that the weights may be written.
 
-        Requests and cache are kept; cached keys and values are forgotten if the weights did change.
-        Several threads may hold a pause; the loop goes on after the last one. Raises RuntimeError
-        if the manager does not run.
+        Requests and cache are kept, keys and values only if the weights did not change. Several
+        threads may hold a pause. Raises RuntimeError if the manager does not run.
         """
         if not self.is_running():
             raise RuntimeError("pause was called, but no loop is running; call start first")
@@ -211,16 +208,20 @@ class ContinuousBatchingManager(TransformersManager):
         finally:
             self.background_thread_status.release_pause()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values, for changes that no look at the model finds."""
+        with self.pause() if self.is_running() else nullcontext():
+            forget(self.model)
+
     def adapt(self, generation_config: Any, continuous_batching_config: Any = None) -> None:
-        """Serve requests to come by these settings; None keeps the configuration there is. The
-        engine is built anew where memory or model must be another. Raises what the constructor
-        raises, and RuntimeError if that would be needed while requests are served.
+        """Serve requests to come by these settings; None keeps the configuration there is. Where
+        memory or model must be another, the engine is built anew; RuntimeError if it runs.
         """
         settings, options = self._settings, options_of(self.model, generation_config)
         if continuous_batching_config is not None:
             settings = read_settings(continuous_batching_config)
         with self._control:
-            if not self._serves(options, settings):
+            if not self._serves(options, settings) or self._is_outgrown():
                 if self.is_running():
                     raise RuntimeError(_DIFFERS)
                 self._loop.put_away()
@@ -239,13 +240,11 @@ class ContinuousBatchingManager(TransformersManager):
         forks, then its own.
 
         Args:
-            prompts: token ids of each: a list, a one-dimensional tensor or array
             options: `GenerationOptions` or a generation config of their own; None: the manager's
             record_timestamps: note when each token came, in `timestamps`
 
-        Prompts are treated as by `add_requests`. The outputs are taken by id only: iteration and
-        `get_result()` pass them by. Raises RuntimeError after the end, and for options that the
-        engine was not built for.
+        Prompts are treated as by `add_requests`. Iteration and `get_result()` pass the outputs by.
+        Raises RuntimeError after the end, and for options that the engine was not built for.
         """
         own = self.options if options is None else options_of(self.model, options)
         if not self._serves(own, self._settings):
@@ -292,12 +291,11 @@ class ContinuousBatchingManager(TransformersManager):
             streaming: deliver an output for every token, with all tokens so far, not only the last
             logit_processor_kwargs: generation options of this request: temperature, top_k, ...
 
-        Raises ValueError for a prompt or an option that cannot be served and for an id that is
-        live, `queue.Full` if there is no room in the queue for 10 s (`max_queue_size`), and
-        RuntimeError if the manager has stopped.
+        Raises ValueError for a prompt, an option or an id that cannot be served, `queue.Full` if
+        the queue has no room for 10 s, and RuntimeError if the manager has stopped.
         """
-        own = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        options = self.options.override(**own, **logit_processor_kwargs)
+        own = logit_processor_kwargs | {"max_new_tokens": max_new_tokens}
+        options = self.options.override(eos_token_id=eos_token_id, **own)
         flags = {"streaming": streaming, "record_timestamps": record_timestamps}
         return self._intake.add(self._open_engine(), input_ids, options, request_id, **flags)
 
@@ -311,8 +309,7 @@ class ContinuousBatchingManager(TransformersManager):
     ) -> list[str]:
         """Submit many prompts as `add_request` does; returns their ids in the order of the prompts.
 
-        One that cannot be served gets an output in its place: FAILED, with the reason. The others
-        are submitted in an order that lets equal beginnings meet.
+        One that cannot be served gets an output in its place: FAILED, with the reason.
         """
         options = self.options.override(max_new_tokens=max_new_tokens, **logit_processor_kwargs)
         flags = {"streaming": streaming, "record_timestamps": record_timestamps}
@@ -333,9 +330,7 @@ class ContinuousBatchingManager(TransformersManager):
         return self._loop.take(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, and more requests may; it ends when the run has ended and every
-        output was taken.
-        """
+        """Outputs as they come; ends when the run has ended and every output was taken."""
         while (output := self.get_result()) is not None:
             yield output
 
@@ -351,9 +346,8 @@ class ContinuousBatchingManager(TransformersManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], object]
     ) -> None:
-        """Let `callback` be called with the outputs of a request, those that came already first, on
-        the event loop that runs here; RuntimeError if none does. It may be registered before the
-        request is added, and is forgotten after the last output.
+        """Let the event loop that runs here call `callback` with the outputs of a request, those that
+        came already first; RuntimeError if none runs. A request may be added later.
         """
         self.output_router.register(request_id, callback, asyncio.get_running_loop())
 
@@ -387,6 +381,11 @@ class ContinuousBatchingManager(TransformersManager):
         if refusal is not None:
             raise RuntimeError(f"the request cannot be added: {refusal}")
         return self._engine() if engine is None else engine
+
+    def _is_outgrown(self) -> bool:
+        """Whether the model has other layers now than the engine that is to be taken up again."""
+        engine = None if self.is_running() else self._loop.engine
+        return engine is not None and prepare(self.model).layers != engine.layers
 
     def _serves(self, options: GenerationOptions, settings: ContinuousBatchingConfig) -> bool:
         """Whether the engine there is, if any, is as good for these as one built for them."""
