@@ -346,8 +346,8 @@ class ContinuousBatchingManager(TransformersManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], object]
     ) -> None:
-        """Let the event loop that runs here call `callback` with the outputs of a request, those that
-        came already first; RuntimeError if none runs. A request may be added later.
+        """Let the event loop that runs here call `callback` with the outputs of a request, those
+        that came already first; RuntimeError if none runs. A request may be added later.
         """
         self.output_router.register(request_id, callback, asyncio.get_running_loop())
 
