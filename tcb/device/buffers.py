@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tcb.device.sampling import SamplingTensors
+from tcb.device.upload import upload
 from tcb.kernels import page_tables
 from tcb.planning.groups import LayerGroup
 from tcb.planning.packing import PackedBatch
@@ -29,6 +30,7 @@ class BatchTensors:
     sample_index, sample_row  [samples] int64
     slot, block_table         a group: [tokens] int64, block * page_size + position % page_size;
                               [sequences, columns] int32
+    copies                    source and target blocks of forks, each [copies] int64, or nothing
 
     Sequences that decode come first, chunks after them:
     decode_end                [decodes] int32: positions that each of them sees
@@ -42,6 +44,7 @@ class BatchTensors:
     sample_row: Tensor
     slot: tuple[Tensor, ...]
     block_table: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...]
     decode_end: Tensor
     chunks: tuple[Tensor, Tensor]
 
@@ -75,11 +78,17 @@ class Buffers:
     def load(self, packed: PackedBatch, num_decodes: int) -> BatchTensors:
         """Upload one batch, edit the block tables, find its slots; the first `num_decodes`
         sequences, of one token each, are to decode. Writes the tables and the rows that are let in.
+
+        All that a batch brings travels in one transfer, for which the host does not wait.
         """
-        self.sampling.admit(packed.admitted)
+        sampling = self.sampling.pack(packed.admitted)
+        copies = [array("q", blocks) for blocks in zip(*packed.copies, strict=True)]
         pages = -(-packed.max_seq_len // self.page_size)
         self._widen(pages)
         parts = [
+            # 64-bit values before all others
+            *copies,
+            *sampling,
             packed.token_ids,
             packed.positions,
             packed.query_start,
@@ -92,7 +101,9 @@ class Buffers:
             packed.first_new_page,
         ]
         tensors = upload(parts, self.device)
-        ids, positions, start, context, rows, index, sample_row, *new_pages = tensors
+        first = len(copies) + len(sampling)
+        self.sampling.admit(tensors[len(copies) : first])
+        ids, positions, start, context, rows, index, sample_row, *new_pages = tensors[first:]
         token_rows = torch.repeat_interleave(rows, start.diff(), output_size=packed.num_tokens)
         token_ids = torch.where(ids < 0, self.last_token[token_rows], ids)
         shape = len(self._tables), packed.num_tokens
@@ -117,6 +128,7 @@ class Buffers:
             sample_row=sample_row.long(),
             slot=slot.unbind(),
             block_table=block_tables,
+            copies=tuple(tensors[: len(copies)]),
             decode_end=context[:num_decodes] + 1,
             chunks=(start[num_decodes:] - num_decodes, context[num_decodes:]),
         )
@@ -127,18 +139,3 @@ class Buffers:
             if count < min(pages, most):
                 self._tables[g] = table.new_full((rows, min(max(2 * count, pages), most)), -1)
                 self._tables[g][:, :count] = table
-
-
-def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:
-    """Arrays of C ints as int32 tensors on the device, in one transfer; on a CPU without a copy of
-    each.
-    """
-    flat = array("i")
-    for part in parts:
-        flat.extend(part)
-    if not flat:
-        return [torch.empty(0, dtype=torch.int32, device=device) for _ in parts]
-    tensor = torch.frombuffer(flat, dtype=torch.int32)
-    if device.type != "cpu":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return list(tensor.split([len(part) for part in parts]))

@@ -1,4 +1,4 @@
-"""Moves blocks of preempted sequences to host memory and back, and copies the blocks of forks.
+"""Moves blocks of preempted sequences to host memory and back.
 
 Knows nothing of why a block moves; carries out the pairs of a packed batch in their order.
 """
@@ -6,13 +6,15 @@ Knows nothing of why a block moves; carries out the pairs of a packed batch in t
 import torch
 from torch import Tensor
 
-from tcb.kernels import copy_blocks, gather_blocks, scatter_blocks
 from tcb.planning.plan import Pairs
 
 
 class HostBlocks:
     """Room for `num_blocks` blocks in host memory, page-locked where the pool lies on an
     accelerator.
+
+    A block is a row on both sides, so a move is one copy that the host does not wait for: it takes
+    its turn among the launches, and the host itself never reads these rows.
     """
 
     def __init__(self, num_blocks: int, pool: Tensor):
@@ -25,28 +27,10 @@ class HostBlocks:
 
     def save(self, pairs: Pairs) -> None:
         """Copy blocks of the pool to host slots: (block, host slot) pairs. Writes host memory."""
-        if not pairs:
-            return
-        blocks, slots = _columns(pairs, self._pool.device)
-        gathered = self._pool.new_empty((len(pairs), self._pool.shape[1]))
-        gather_blocks(self._pool, blocks, gathered)
-        self._host[slots.cpu()] = gathered.cpu()
+        for block, slot in pairs:
+            self._host[slot].copy_(self._pool[block], non_blocking=True)
 
     def load(self, pairs: Pairs) -> None:
         """Copy host slots back to blocks of the pool: (host slot, block) pairs. Writes the pool."""
-        if not pairs:
-            return
-        slots, blocks = _columns(pairs, self._pool.device)
-        scatter_blocks(self._host[slots.cpu()].to(self._pool.device), self._pool, blocks)
-
-
-def fork_blocks(pool: Tensor, pairs: Pairs) -> None:
-    """Copy blocks within the pool: (source, target) pairs. Writes the pool."""
-    if pairs:
-        source, target = _columns(pairs, pool.device)
-        copy_blocks(pool, source, target)
-
-
-def _columns(pairs: Pairs, device: torch.device) -> tuple[Tensor, Tensor]:
-    first, second = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(device)
-    return first, second
+        for slot, block in pairs:
+            self._pool[block].copy_(self._host[slot], non_blocking=True)

@@ -13,8 +13,8 @@ from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
 from tcb.device.facts import can_be_deterministic
 from tcb.device.kv_cache import KVCache
-from tcb.device.offload import HostBlocks, fork_blocks
-from tcb.kernels import sample
+from tcb.device.offload import HostBlocks
+from tcb.kernels import copy_blocks, sample
 from tcb.model.attention_hook import call_model
 from tcb.model.prepared import Prepared
 from tcb.options.processors import Histories, apply_histories
@@ -73,9 +73,10 @@ class Runner:
         with torch.inference_mode(False), torch.no_grad():
             self.host.save(packed.offload)
             self.host.load(packed.restore)
-            fork_blocks(self.cache.pool, packed.copies)
             # one new token is a chunk too where bits must not depend on the batch
             batch = self.buffers.load(packed, 0 if self._deterministic else packed.num_decodes)
+            if batch.copies:
+                copy_blocks(self.cache.pool, *batch.copies)
             logits = call_model(
                 self.prepared.twin,
                 batch.token_ids,

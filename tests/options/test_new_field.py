@@ -12,6 +12,7 @@ import tcb.options.generation
 import tcb.planning.request
 from tcb import kernels
 from tcb.device.sampling import SamplingTensors
+from tcb.device.upload import upload
 from tcb.planning.request import SamplingParams
 from tcb.planning.rules import SHARES
 from tests.support.options import build
@@ -47,7 +48,7 @@ def test_a_new_field_is_read_overridden_checked_and_a_column_without_another_edi
     assert options.without_processing().sampling.damping == 0.0
 
     columns = SamplingTensors(4, torch.device("cpu"), record)
-    columns.admit([(2, own)])
+    columns.admit(upload(columns.pack([(2, own)]), torch.device("cpu")))
     column = columns.of(torch.tensor([1, 2]))["damping"]
     assert column.tolist() == [0.0, 1.0] and column.dtype == torch.float32
 
