@@ -99,4 +99,6 @@ def _attention(
             "call_model, or it drops keywords on their way to attention"
         )
     layer: int = getattr(module, LAYER)
+    # inside a forward that autocasts, rotated queries and keys are wider than what attention takes
+    query, key = query.to(value.dtype), key.to(value.dtype)
     return tcb_batch.attend(layer, *pack(query, key, value), s_aux)[None], None

@@ -14,7 +14,9 @@ from tcb.model.recording import RECORD, RULE, Call, Recording, register_recordin
 from tcb.model.twin import is_dynamic_rope, set_attention, unwrap
 from tcb.planning.groups import Layer
 
-_TOKENS = 6
+# tokens of a pass, and of each of the two sequences in the second one
+_TOKENS, _LENGTH = 6, 3
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SERVED_LAYERS = ("full_attention", "sliding_attention")
 # keywords on the way to attention that are read elsewhere, or change nothing for one packed batch
 # without dropout
@@ -138,18 +140,23 @@ def _check_forward(twin: PreTrainedModel) -> bool:
 
 
 def _record_twice(twin: PreTrainedModel, keeps_logits: bool) -> tuple[Recording, Recording]:
-    """Two passes that differ in the first token, and in the order their logits are asked for."""
+    """Two passes: one sequence, and two that lie side by side, as in a batch.
+
+    The second pass has the first three tokens of the first one twice, each time from position 0 on,
+    with another token in the place of the very first; and asks for logits in another order.
+    """
     weight = _embeddings(twin).weight
     # weights that an offloading hook brings are on no device yet
     device = _embeddings(twin)._hf_hook.execution_device if weight.is_meta else weight.device
-    positions = torch.arange(_TOKENS, device=device)
-    # neither ids nor places are consecutive: only positions are
-    ids = (positions * 3 + 1) % weight.shape[0]
-    other_ids = torch.where(positions == 0, 2 % weight.shape[0], ids)
+    places = torch.arange(_TOKENS, device=device)
+    # ids are not consecutive: only positions are
+    ids = (places * 3 + 1) % weight.shape[0]
+    again = places % _LENGTH
+    other_ids = torch.where(places == 0, 2 % weight.shape[0], ids[again])
     first, second = Recording(twin), Recording(twin)
-    for recording, tokens, wanted in (
-        (first, ids, positions.flip(0)),
-        (second, other_ids, positions.roll(2)),
+    for recording, tokens, positions, wanted in (
+        (first, ids, places, places.flip(0)),
+        (second, other_ids, again, places.roll(2)),
     ):
         try:
             with recording:
@@ -182,6 +189,10 @@ def _check_calls(twin: PreTrainedModel, calls: Sequence[Call]) -> list[int | Non
     kinds = {(str(call.value.dtype), str(call.value.device)) for call in calls}
     if len(kinds) > 1:
         raise _Refusal(f"its keys and values are of several dtypes or devices: {sorted(kinds)}")
+    if calls[0].value.dtype not in _DTYPES:
+        raise _Refusal(
+            f"its keys and values are {calls[0].value.dtype}; accepted: float32, float16, bfloat16"
+        )
     return windows
 
 
@@ -253,7 +264,7 @@ def _check_layer_types(twin: PreTrainedModel) -> None:
 
 
 def _check_no_mixing(first: Recording, second: Recording) -> None:
-    """Attention apart, no token may depend on another: the second pass changed the first one only.
+    """Attention apart, a token may depend on its own id and position only, whatever lies beside it.
 
     The tolerance is the square root of the dtype's epsilon: rounding, should kernels differ, is far
     below it and another token's part far above.
@@ -261,14 +272,24 @@ def _check_no_mixing(first: Recording, second: Recording) -> None:
     pairs = [(first.logits, second.logits)]
     for one, two in zip(first.calls, second.calls, strict=True):
         pairs += [(one.query, two.query), (one.key, two.key), (one.value, two.value)]
-    if not all(_agree(one[1:], two[1:]) for one, two in pairs):
+    if not all(_agree(one[1:_LENGTH], two[1:_LENGTH]) for one, two in pairs):
         raise _Refusal(
             "its tokens reach each other outside attention (convolution, state space, linear"
             " attention), or its logits cannot be asked for by index"
         )
+    if not all(_agree(one[:_LENGTH], two[_LENGTH:]) for one, two in pairs):
+        raise _Refusal(
+            "it takes places, lengths or masks from the tokens that it is called with, not from"
+            " position_ids"
+        )
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:
+    """Whether two are equal but for rounding, where either is finite; some of it must be."""
+    finite = one.isfinite()
+    if not finite.any() or not torch.equal(finite, two.isfinite()):
+        return False
+    one, two = one[finite], two[finite]
     tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
     return float((one - two).abs().max()) <= tolerance
 

@@ -65,8 +65,12 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside what was wrapped around it: `torch.compile`, PEFT.
 
     Adapters that live in the layers stay. Raises ValueError for prompt learning, which does not
-    live there, and AttributeError for what is no transformers model.
+    live there, TypeError for what is no model, and AttributeError for one that is not of
+    transformers.
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"model is a {kind}; accepted: a model, as `from_pretrained` returns it")
     inner: Any = unwrap(model)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         active = getattr(inner, "active_peft_config", None)
@@ -161,6 +165,8 @@ class _Cloner:
             return self._config(value)
         if isinstance(value, types.FunctionType):
             return self._function(value)
+        if _is_callable_object(value):
+            return self._callable(value)
         parts, assemble = _take_apart(value)
         new = [self._rebind(part) for part in parts]
         if all(map(is_, new, parts)):
@@ -168,6 +174,20 @@ class _Cloner:
         if isinstance(value, dict | list):
             self._copied.append(value)
         return assemble(*new)
+
+    def _callable(self, original: Any) -> Any:
+        """An object that wraps a bound method, as mixed precision does, around the clone's."""
+        if id(original) not in self._functions:
+            # it may be held by what it holds: it stands for itself meanwhile
+            self._functions[id(original)] = original
+            held = original.__dict__
+            new = {name: self._rebind(item) for name, item in held.items()}
+            if not all(map(is_, new.values(), held.values())):
+                copy = type(original).__new__(type(original))
+                copy.__dict__.update(new)
+                self._functions[id(original)] = copy
+                self._copied.append(held)
+        return self._functions[id(original)]
 
     def _config(self, original: PreTrainedConfig) -> PreTrainedConfig:
         if id(original) not in self._configs:
@@ -199,6 +219,15 @@ class _Cloner:
             return original
         self._copied.append(original)
         return types.CellType(new)
+
+
+def _is_callable_object(value: Any) -> bool:
+    """Whether a value is called by its class, and holds what it calls in its own attributes."""
+    return (
+        callable(value)
+        and not isinstance(value, type | partial | types.MethodType)
+        and type(getattr(value, "__dict__", None)) is dict
+    )
 
 
 def _take_apart(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:

@@ -54,6 +54,11 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     samples: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
     with torch.no_grad():
         for tensor in _tensors(model):
+            if type(tensor).__name__ == "DTensor":
+                raise ValueError(
+                    f"{type(model).__name__} cannot be served: its weights are sharded (DTensor: "
+                    "fully_shard, tensor parallelism); accepted: a model whose weights are whole"
+                )
             readable = tensor.layout is torch.strided and not tensor.is_meta
             whole = readable and tensor.numel() <= _WHOLE
             version = -1 if whole or tensor.is_inference() else tensor._version
@@ -80,7 +85,8 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
+    is_plain = type(tensor) in (nn.Parameter, Tensor) or type(tensor).__name__ == "DTensor"
+    if is_plain or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in _plain(getattr(tensor, name))]

@@ -188,6 +188,11 @@ def read_options(
     Raises ValueError that names an option the engine cannot honour, or one that `generate` would
     not accept, and TypeError for an unknown option and for what is no generation config.
     """
+    if not hasattr(model, "_prepare_generation_config"):
+        raise TypeError(
+            f"model is a {type(model).__name__}, which cannot generate; accepted: a language "
+            "model, as AutoModelForCausalLM returns it"
+        )
     given = _given(model, generation_config, options or {})
     generator: Any = model
     lengths = given.max_length, generator.generation_config.max_length

@@ -145,6 +145,99 @@ def test_other_layers_are_found_without_the_names_of_their_types(family, monkeyp
         look(REFUSED[family]())
 
 
+SEQ2SEQ_DECODERS = {
+    "BartForCausalLM": {"init_std": 0.5},
+    "BlenderbotForCausalLM": {"init_std": 0.5},
+    "MarianForCausalLM": {"init_std": 0.5},
+    "MBartForCausalLM": {"init_std": 0.5},
+    "PegasusForCausalLM": {"init_std": 0.5},
+    "PLBartForCausalLM": {"init_std": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ_DECODERS)
+def test_decoders_that_count_their_places_themselves_are_refused(name):
+    kind = getattr(transformers, name)
+    config = kind.config_class(
+        vocab_size=VOCAB,
+        d_model=32,
+        decoder_layers=2,
+        encoder_layers=2,
+        decoder_attention_heads=4,
+        encoder_attention_heads=4,
+        decoder_ffn_dim=64,
+        encoder_ffn_dim=64,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        **SEQ2SEQ_DECODERS[name],
+    )
+    with pytest.raises(ValueError, match=f"^{name} cannot be served: it takes places, lengths"):
+        look(kind(config).eval())
+
+
+def count_places(queries, positions):
+    return queries * (1 + torch.arange(queries.shape[1]))[:, None]
+
+
+def scale_by_place_among_keys(queries, positions):
+    return queries * (2 + torch.arange(queries.shape[1])).log()[:, None]
+
+
+def scale_by_position(queries, positions):
+    return queries * (2 + positions[0]).log()[:, None]
+
+
+class Scaled(nn.Module):
+    """A projection whose result is scaled by something else than its input."""
+
+    def __init__(self, inner, scale, model):
+        super().__init__()
+        self.inner, self.scale, self.seen = inner, scale, None
+        model.model.rotary_emb.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module, args, keywords):
+        self.seen = keywords["position_ids"]
+
+    def forward(self, states):
+        return self.scale(self.inner(states), self.seen)
+
+
+@pytest.mark.parametrize("scale", [count_places, scale_by_place_among_keys])
+def test_a_model_that_reads_places_from_the_batch_is_refused(scale):
+    model = FAMILIES["llama"]()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Scaled(attention.q_proj, scale, model)
+    with pytest.raises(ValueError, match="takes places, lengths or masks from the tokens"):
+        look(model)
+
+
+def test_a_model_that_reads_its_positions_is_served():
+    model = FAMILIES["llama"]()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Scaled(attention.q_proj, scale_by_position, model)
+    assert len(look(model).layers) == 3
+
+
+def test_rows_of_nan_are_no_reason_to_refuse():
+    model = FAMILIES["llama"]()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+        model.lm_head.weight[9] = torch.nan
+    assert look(model) == look(FAMILIES["llama"]())
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="cannot be served"):
+        look(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_dtypes_that_no_kernel_takes_are_refused_by_name(dtype):
+    with pytest.raises(ValueError, match=r"torch\.float64; accepted: float32, float16, bfloat16"):
+        look(FAMILIES["llama"]().to(dtype))
+
+
 class Shift(nn.Module):
     """Gives every token a little of the token before it."""
 

@@ -216,3 +216,38 @@ def test_outputs_that_the_original_was_told_to_keep_are_not_kept(model):
     probe(model, clone)
     assert not any(module._forward_hooks for module in model.modules())
     assert model.config.output_hidden_states is True
+
+
+class Wrapped:
+    """A forward in an object, as mixed precision keeps it: it holds the bound method it calls."""
+
+    def __init__(self, forward):
+        self.model_forward = forward
+
+    def __call__(self, *args, **kwargs):
+        return self.model_forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_an_object_around_a_bound_forward_calls_the_clones(model, is_patched):
+    expected = generate_alone(model, prompts())
+    if is_patched:
+        original = model.forward
+        model.forward = types.MethodType(lambda self, *a, **k: original(*a, **k), model)
+    model.forward = wrapped = Wrapped(model.forward)
+    clone = twin(model)
+    assert clone.forward is not wrapped and model.forward is wrapped
+    assert run(model) == expected
+
+
+def test_an_object_that_holds_itself_is_cloned_once(model):
+    wrapped = Wrapped(model.forward)
+    wrapped.self = wrapped
+    model.forward = wrapped
+    assert run(model) == generate_alone(model, prompts())
+
+
+def test_an_object_that_refers_to_nothing_of_the_model_is_shared(model):
+    wrapped = Wrapped(len)
+    model.counter = wrapped
+    assert twin(model).counter is wrapped

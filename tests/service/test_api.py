@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, BertModel, GenerationConfig
 from transformers import ContinuousBatchingConfig as TheirConfig
 from transformers import ContinuousBatchingManager as TheirManager
-from transformers import GenerationConfig
 from transformers.generation import ContinuousMixin
 
 import tcb
@@ -21,7 +21,7 @@ from tcb.model.twin import plain_model
 from tcb.options.generation import read_options
 from tcb.service.intake import hints_of
 from tests.support.calling import NEW, SMALL, generate, tokens
-from tests.support.families import REFUSED
+from tests.support.families import REFUSED, SIZES
 from tests.support.reference import alone, prompts_of
 
 pytestmark = pytest.mark.usefixtures("nothing_kept")
@@ -120,6 +120,20 @@ def test_prompts_of_many_kinds(tiny, kind):
 def test_what_holds_no_prompts_is_a_type_error(tiny, inputs):
     with pytest.raises(TypeError, match=f"inputs is a {type(inputs).__name__}"):
         generate(tiny, inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("org/model", "model is a str; accepted: a model, as `from_pretrained` returns it"),
+        (None, "model is a NoneType; accepted: a model"),
+        (BertModel(BertConfig(**SIZES)), "model is a BertModel, which cannot generate"),
+    ],
+    ids=["a path", "nothing", "no language model"],
+)
+def test_what_is_no_language_model_is_a_type_error(model, words):
+    with pytest.raises(TypeError, match=words):
+        generate(model, [[1, 2]])
 
 
 @pytest.mark.parametrize("nothing", [[], (), torch.empty(0, 3, dtype=torch.int64)])
