@@ -14,7 +14,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
-.PHONY: mutants mutants-kernels mutants-rest gpu bench figure lint types format clean
+.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -59,6 +59,15 @@ mutants-kernels: $(VENV)/.stamp
 
 mutants-rest: $(VENV)/.stamp
 	$(PYTEST) -m mutants tests --ignore tests/kernels
+
+archs: $(VENV)/.stamp  ## compile the kernels ahead of time for every architecture; 5 minutes
+	@$(SIDE_BY_SIDE) archs-cuda archs-rocm
+
+archs-cuda: $(VENV)/.stamp
+	$(PYTEST) -m archs tests/kernels -k sm_
+
+archs-rocm: $(VENV)/.stamp
+	$(PYTEST) -m archs tests/kernels -k "not sm_"
 
 # needs no network: an environment made here before is used, else the machine's own Python
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))

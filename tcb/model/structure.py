@@ -116,7 +116,8 @@ def _code_on(module: nn.Module) -> Iterator[Any]:
         yield from (hook for hook in hooks.values() if not is_gradient_hook(hook))
     if "forward" in module.__dict__:
         yield module.__dict__["forward"]
-    for parametrizations in module._modules.get("parametrizations", nn.ModuleDict()).values():
+    parametrized: Any = module._modules.get("parametrizations") or {}
+    for parametrizations in parametrized.values():
         yield from map(type, parametrizations)
 
 

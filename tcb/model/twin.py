@@ -183,7 +183,8 @@ class _Cloner:
             held = original.__dict__
             new = {name: self._rebind(item) for name, item in held.items()}
             if not all(map(is_, new.values(), held.values())):
-                copy = type(original).__new__(type(original))
+                kind: Any = type(original)
+                copy = kind.__new__(kind)
                 copy.__dict__.update(new)
                 self._functions[id(original)] = copy
                 self._copied.append(held)

@@ -17,7 +17,7 @@ from bench.lib.compile_rows import ROWS
 from bench.lib.machine_code import PROCESSORS
 from tcb.kernels.gpu.tuning import _FP32_TILES, _TILES, list_rows
 
-NORMAL = ("sm_80", "sm_90")
+NORMAL = ("sm_90",)
 UNITS = {"sm_80": "HMMA", "other": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 UNITS |= dict.fromkeys(("gfx9", "gfx950"), "MFMA")
 # the kind of launch that an operation is named for
