@@ -146,7 +146,7 @@ def test_a_model_cast_to_another_dtype_is_not_served_from_the_old_cache():
     model = FAMILIES["llama"]()
     engine = new_engine(model, page_size=8, num_blocks=60)
     serve(engine, prompts_of([20]), NEW_TOKENS)
-    model.to(torch.float64)
+    model.to(torch.bfloat16)
     with pytest.raises(RuntimeError, match="changed its layers, dtype or device"):
         engine.refresh_weights()
 
