@@ -19,7 +19,10 @@ def upload(parts: Sequence[array], device: torch.device) -> list[Tensor]:
     """
     flat = array("i")
     for part in parts:
-        flat.frombytes(part.tobytes())
+        if part.typecode == flat.typecode:
+            flat.extend(part)
+        else:
+            flat.frombytes(part.tobytes())
     counts = [len(part) * part.itemsize // flat.itemsize for part in parts]
     if flat:
         words = torch.frombuffer(flat, dtype=torch.int32)
