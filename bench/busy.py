@@ -13,13 +13,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.lib.prompts import WORKLOADS
-from bench.lib.results import RESULTS, describe, store
+from bench.lib.results import add_output, describe, store
 from bench.models import NAMES, open_model
 from bench.serve import best_settings, timed
 
@@ -93,8 +92,7 @@ def _parse() -> argparse.Namespace:
     add("--busy", type=int, nargs="+", default=[0, 1, 2, 4], metavar="N", help="busy processes")
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--name", help="name of the JSON file, without its ending")
-    add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    add_output(parser)
     return parser.parse_args()
 
 

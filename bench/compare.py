@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.results import RESULTS, ROOT, commit_of, describe, store
+from bench.lib.results import ROOT, add_output, commit_of, describe, store
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -155,8 +155,7 @@ def _parse() -> argparse.Namespace:
     add("--sequences", nargs="+", type=int, default=SEQUENCES, help="of the host's steps")
     add("--rounds", type=int, default=5)
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--name", help="name of the JSON file, without its ending")
-    add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    add_output(parser)
     return parser.parse_args()
 
 

@@ -18,7 +18,7 @@ import torch
 
 from bench.bare import bare_twin, run_bare
 from bench.lib.prompts import WORKLOADS
-from bench.lib.results import RESULTS, describe, store
+from bench.lib.results import add_output, describe, store
 from bench.lib.systems import SYSTEMS, System
 from bench.lib.vllm_process import vllm
 from bench.models import SOURCES, fetch, open_model
@@ -127,8 +127,7 @@ def _parse() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--minutes", type=float, default=12.0, help="about how long all rows may take")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--name", help="name of the JSON file, without its ending")
-    add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    add_output(parser)
     return parser.parse_args()
 
 

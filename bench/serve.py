@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.lib.prompts import WORKLOADS, Workload
-from bench.lib.results import RESULTS, describe, store
+from bench.lib.results import add_output, describe, store
 from bench.lib.systems import SYSTEMS, Prompts, Settings, System, references
 from bench.lib.vllm_process import vllm
 from bench.models import NAMES, SOURCES, fetch, open_model
@@ -263,8 +263,7 @@ def _parse() -> argparse.Namespace:
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--no-reference", action="store_true", help="do not compare with generate, one by one")
-    add("--name", help="name of the JSON file, without its ending")
-    add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    add_output(parser)
     arguments = parser.parse_args()
     if arguments.vllm_python and (arguments.device != "cpu" or arguments.model not in SOURCES):
         parser.error(f"--vllm-python: needs --device cpu and a model of {sorted(SOURCES)}")

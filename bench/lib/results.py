@@ -3,6 +3,7 @@
 It knows nothing of what was measured.
 """
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -64,6 +65,12 @@ def store(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Let a command line name the JSON file that `store` writes, and its folder."""
+    parser.add_argument("--name", help="name of the JSON file, without its ending")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
 
 
 def commit_of(source: str | Path) -> str | None:
