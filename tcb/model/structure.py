@@ -106,7 +106,7 @@ def reads_elsewhere(model: nn.Module) -> bool:
     Such code may read what no look at the model finds: a strength in a dictionary, a global.
     """
     return bool(_global_forward_hooks or _global_forward_pre_hooks) or any(
-        not _is_known(code) for module in modules_of(unwrap(model)) for code in _code_on(module)
+        not _is_known(code) for module in modules_of(model) for code in _code_on(module)
     )
 
 

@@ -54,7 +54,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     samples: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
     with torch.no_grad():
         for tensor in _tensors(model):
-            if type(tensor).__name__ == "DTensor":
+            if _is_sharded(tensor):
                 raise ValueError(
                     f"{type(model).__name__} cannot be served: its weights are sharded (DTensor: "
                     "fully_shard, tensor parallelism); accepted: a model whose weights are whole"
@@ -85,11 +85,16 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    is_plain = type(tensor) in (nn.Parameter, Tensor) or type(tensor).__name__ == "DTensor"
+    is_plain = type(tensor) in (nn.Parameter, Tensor) or _is_sharded(tensor)
     if is_plain or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in _plain(getattr(tensor, name))]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether processes share it; told by the name, as loading the class costs a start-up."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def _sample(tensor: Tensor) -> Tensor:
