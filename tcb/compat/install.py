@@ -1,5 +1,6 @@
 """Put functions in the place of transformers' own methods, for all models or for one, and back."""
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -25,7 +26,7 @@ def install(functions: Mapping[str, Callable]) -> None:
             return
         for name, function in functions.items():
             if name != PAGED:
-                _replace(ContinuousMixin, name, _as_method(function))
+                _replace(ContinuousMixin, name, _MethodOfTheAsked(_as_method(function)))
         generate = GenerationMixin.generate
         _replace(GenerationMixin, "generate", _generate(generate, functions[PAGED]))
 
@@ -51,6 +52,28 @@ def attach(model: nn.Module, functions: Mapping[str, Callable]) -> None:
 def _replace(owner: type, name: str, function: Callable) -> None:
     _originals[owner, name] = owner.__dict__[name]
     setattr(owner, name, function)
+
+
+class _MethodOfTheAsked:
+    """A method that binds to the wrapper which was asked for it, where one passes on what it does
+    not have itself to the model inside it.
+
+    PEFT's prompt tuning is such a wrapper: bound to the model inside it, the method would leave the
+    learned prompt out.
+    """
+
+    def __init__(self, method: Callable) -> None:
+        self._method: Any = method
+
+    def __get__(self, model: nn.Module | None, owner: type) -> Any:
+        if model is None:
+            return self._method
+        # each `__getattr__` on the stack passes the name on, the outermost was asked
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name == "__getattr__":
+            model = frame.f_locals[frame.f_code.co_varnames[0]]
+            frame = frame.f_back
+        return self._method.__get__(model)
 
 
 def _as_method(function: Callable) -> Any:

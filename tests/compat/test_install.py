@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from copy import deepcopy
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,56 @@ def test_ordinary_generate_is_left_alone(model, installed):
 
 
 # one model
+
+
+class PassesOn(torch.nn.Module):
+    """A wrapper in the manner of PEFT's: what it does not have itself the model inside answers."""
+
+    def __init__(self, base_model):
+        super().__init__()
+        self.base_model = base_model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+class Prompted(PassesOn):
+    """Prompt learning, as PEFT shows it."""
+
+    peft_config = ("default",)
+    active_peft_config = SimpleNamespace(is_prompt_learning=True)
+
+    def get_base_model(self):
+        return self.base_model
+
+
+class Negated(PassesOn):
+    """A wrapper that changes what comes out."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+
+@pytest.mark.parametrize("wraps", [lambda model: model, PassesOn], ids=["once", "twice"])
+def test_a_wrapper_that_passes_methods_on_is_what_generates(model, installed, wraps):
+    for name in METHODS:
+        assert signature(getattr(wraps(Prompted(model)), name))  # looking is free
+    with pytest.raises(ValueError, match=r"peft_config is a SimpleNamespace; accepted: adapters"):
+        Prompted(wraps(model)).generate_batch(prompts_of((5,)), max_new_tokens=NEW)
+    (prompt,) = prompts_of((5,))
+    wrapper = wraps(Negated(model))
+    (output,) = wrapper.generate_batch([prompt], max_new_tokens=1).values()
+    least = model(torch.tensor([prompt])).logits[0, -1].argmin()
+    assert output.generated_tokens == [int(least)]
+    assert getattr(wrapper, METHODS[0]).__self__ is wrapper
 
 
 def test_attach_is_for_one_model():
