@@ -5,6 +5,7 @@ at a time is the driver.
 """
 
 import atexit
+import ctypes
 import logging
 import queue
 import threading
@@ -29,8 +30,13 @@ NEVER_STARTED = "the manager stopped before the request was taken in"
 
 T = TypeVar("T")
 
-# seconds that the end of the process waits for a step to end
-_LAST_STEP = 10.0
+# seconds that the end of the process waits for a step to end, and then for one that was broken off
+_LAST_STEP, _BROKEN_STEP = 1.0, 10.0
+
+
+class _ProcessEnds(BaseException):
+    """Breaks off the step of a background thread."""
+
 
 
 class Inbox:
@@ -211,7 +217,7 @@ class Loop:
                     late = seconds_to(deadline) == 0
         except BaseException as error:
             is_interrupt = me is not self.thread and not isinstance(error, Exception)
-            if not is_interrupt:
+            if not is_interrupt and not isinstance(error, _ProcessEnds):
                 logger.exception("the continuous batching loop died")
             self._status.record_fatal_error(error)
             self.keeps_engine = False
@@ -270,11 +276,18 @@ class Loop:
             engine.close()
 
     def end_thread(self) -> None:
-        """Stop the background thread at once, and wait for the end of its last step."""
+        """Stop the background thread: after its step if that is short, else between two operations
+        of it.
+        """
         self._status.request_stop(self._status.HARD_STOP)
         self._inbox.wake_up.set()
-        if self.thread is not None:
-            self.thread.join(_LAST_STEP)
+        thread = self.thread
+        if thread is None:
+            return
+        thread.join(_LAST_STEP)
+        if thread.is_alive():
+            _raise_in(thread, _ProcessEnds)
+            thread.join(_BROKEN_STEP)
 
     def _leave(self) -> None:
         with self._changed:
@@ -355,6 +368,12 @@ def _end_threads() -> None:
     """
     for loop in tuple(_threaded):
         loop.end_thread()
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Let a thread raise, before its next instruction of Python."""
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 
 
 def deadline_of(timeout: float | None) -> float | None:
