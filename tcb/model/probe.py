@@ -149,13 +149,13 @@ def _record_twice(twin: PreTrainedModel, keeps_logits: bool) -> tuple[Recording,
     # weights that an offloading hook brings are on no device yet
     device = _embeddings(twin)._hf_hook.execution_device if weight.is_meta else weight.device
     places = torch.arange(_TOKENS, device=device)
-    # ids are not consecutive: only positions are
-    ids = (places * 3 + 1) % weight.shape[0]
+    *ids, other = _tokens_to_try(weight, _TOKENS + 1)
     again = places % _LENGTH
-    other_ids = torch.where(places == 0, 2 % weight.shape[0], ids[again])
+    first_ids = torch.tensor(ids, device=device)
+    other_ids = torch.where(places == 0, other, first_ids[again])
     first, second = Recording(twin), Recording(twin)
     for recording, tokens, positions, wanted in (
-        (first, ids, places, places.flip(0)),
+        (first, first_ids, places, places.flip(0)),
         (second, other_ids, again, places.roll(2)),
     ):
         try:
@@ -163,10 +163,21 @@ def _record_twice(twin: PreTrainedModel, keeps_logits: bool) -> tuple[Recording,
                 logits = call_model(
                     twin, tokens, positions, wanted, recording, keeps_logits=keeps_logits
                 )
-        except (TypeError, ValueError, AttributeError, IndexError, NotImplementedError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise _Refusal(f"its forward failed on packed tokens: {error}") from error
         recording.logits = logits[wanted.argsort()]
     return first, second
+
+
+def _tokens_to_try(weight: Tensor, count: int) -> list[int]:
+    """Ids that are not consecutive, as positions are, with finite embeddings where there are."""
+    ids = [(3 * place + 1) % weight.shape[0] for place in range(count)]
+    if weight.is_meta or weight[ids].isfinite().all():
+        return ids
+    finite = weight.isfinite().all(1).nonzero()[:, 0].tolist()
+    return finite[:: max(1, len(finite) // count)][:count] if len(finite) >= count else ids
 
 
 def _check_calls(twin: PreTrainedModel, calls: Sequence[Call]) -> list[int | None]:
@@ -272,10 +283,13 @@ def _check_no_mixing(first: Recording, second: Recording) -> None:
     pairs = [(first.logits, second.logits)]
     for one, two in zip(first.calls, second.calls, strict=True):
         pairs += [(one.query, two.query), (one.key, two.key), (one.value, two.value)]
+    if not all(one.isfinite().any() for one, _ in pairs):
+        raise _Refusal("what it computes is NaN or infinite for every token that was tried")
     if not all(_agree(one[1:_LENGTH], two[1:_LENGTH]) for one, two in pairs):
         raise _Refusal(
             "its tokens reach each other outside attention (convolution, state space, linear"
-            " attention), or its logits cannot be asked for by index"
+            " attention, quantization by the range of a whole batch), or its logits cannot be asked"
+            " for by index"
         )
     if not all(_agree(one[:_LENGTH], two[_LENGTH:]) for one, two in pairs):
         raise _Refusal(
@@ -285,11 +299,13 @@ def _check_no_mixing(first: Recording, second: Recording) -> None:
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:
-    """Whether two are equal but for rounding, where either is finite; some of it must be."""
+    """Whether two are equal but for rounding, where either is finite."""
     finite = one.isfinite()
-    if not finite.any() or not torch.equal(finite, two.isfinite()):
+    if not torch.equal(finite, two.isfinite()):
         return False
     one, two = one[finite], two[finite]
+    if not one.numel():
+        return True
     tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
     return float((one - two).abs().max()) <= tolerance
 

@@ -62,7 +62,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside what was wrapped around it: `torch.compile`, PEFT.
+    """The transformers model inside what was wrapped around it: `torch.compile`, PEFT, copies for
+    data parallel training.
 
     Adapters that live in the layers stay. Raises ValueError for prompt learning, which does not
     live there, TypeError for what is no model, and AttributeError for one that is not of
@@ -72,6 +73,8 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
         kind = type(model).__name__
         raise TypeError(f"model is a {kind}; accepted: a model, as `from_pretrained` returns it")
     inner: Any = unwrap(model)
+    while isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = unwrap(inner.module)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         active = getattr(inner, "active_peft_config", None)
         if getattr(active, "is_prompt_learning", False):

@@ -38,7 +38,6 @@ class _ProcessEnds(BaseException):
     """Breaks off the step of a background thread."""
 
 
-
 class Inbox:
     """What any thread leaves for the driver; an entry of `requests` is a request and its forks."""
 

@@ -227,8 +227,20 @@ def test_rows_of_nan_are_no_reason_to_refuse():
         model.lm_head.weight[9] = torch.nan
     assert look(model) == look(FAMILIES["llama"]())
     with torch.no_grad():
+        # what an unlucky choice of tokens would try
+        model.model.embed_tokens.weight[[1, 2, 4, 7, 10, 13, 16]] = torch.nan
+    assert look(model) == look(FAMILIES["llama"]())
+    with torch.no_grad():
         model.model.embed_tokens.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="cannot be served"):
+    with pytest.raises(ValueError, match=r"cannot be served: .* NaN or infinite for every token"):
+        look(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_layer_of_a_dtype_that_does_not_fit_is_refused_by_name(dtype):
+    model = FAMILIES["llama"]()
+    model.model.layers[1].mlp.to(dtype)
+    with pytest.raises(ValueError, match="cannot be served: its forward failed on packed tokens"):
         look(model)
 
 

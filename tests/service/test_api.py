@@ -289,6 +289,7 @@ def test_wrapped_models(tiny, prompts, expected):
     adapter = Wrapper(tiny, SimpleNamespace(is_prompt_learning=False))
     assert tokens(generate(adapter, prompts)) == expected
     assert plain_model(adapter) is tiny
+    assert plain_model(torch.nn.DataParallel(torch.compile(adapter))) is tiny
     with pytest.raises(ValueError, match="SimpleNamespace"):
         generate(Wrapper(tiny, SimpleNamespace(is_prompt_learning=True)), prompts)
     assert tokens(generate(torch.compile(tiny), prompts)) == expected
