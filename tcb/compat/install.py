@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -49,7 +50,7 @@ def attach(model: nn.Module, functions: Mapping[str, Callable]) -> None:
     model.__dict__["generate"] = _generate(generate, functions[PAGED]).__get__(model)
 
 
-def _replace(owner: type, name: str, function: Callable) -> None:
+def _replace(owner: type, name: str, function: Any) -> None:
     _originals[owner, name] = owner.__dict__[name]
     setattr(owner, name, function)
 
@@ -69,7 +70,7 @@ class _MethodOfTheAsked:
         if model is None:
             return self._method
         # each `__getattr__` on the stack passes the name on, the outermost was asked
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name == "__getattr__":
             model = frame.f_locals[frame.f_code.co_varnames[0]]
             frame = frame.f_back
