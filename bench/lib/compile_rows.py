@@ -1,7 +1,7 @@
 """Compile every launch of the package ahead of time, as the launchers would start it.
 
 Run as a program, with names of `PROCESSORS` as arguments and without TRITON_INTERPRET: prints a
-JSON list a row, an object a launch. A stand-in for the driver names the architecture, tensors are
+JSON list a row, an object a launch; `sm_90:3,7` are two rows of one. A stand-in for the driver names the architecture, tensors are
 on the meta device, and what a public function would launch is recorded instead, so constants and
 alignments are those of real calls.
 """
@@ -208,10 +208,11 @@ def count_ahead(processor: Processor, buffers: list[int]) -> int:
 
 
 def main(names: list[str]) -> None:
-    for name in names:
+    for name, _, picked in (name.partition(":") for name in names):
         processor = PROCESSORS[name]
         driver.set_active(Driver(name))
-        for operation, fields in ROWS:
+        rows = [ROWS[int(index)] for index in picked.split(",")] if picked else ROWS
+        for operation, fields in rows:
             head = {"arch": name, "operation": operation, "fields": fields}
             launches = record(processor, operation, fields)
             found = [head | compile_launch(processor, launch) for launch in launches]

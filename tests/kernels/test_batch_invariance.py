@@ -43,8 +43,6 @@ class Setting:
 
 SETTINGS = [
     Setting(),
-    Setting(dtype=HALF, window=40),
-    Setting(softcap=20.0, has_sinks=True),
     Setting(dtype=HALF, heads=5, kv_heads=1, window=33, softcap=20.0, has_sinks=True),
     Setting(dtype=HALF, heads=4, kv_heads=2),
 ]

@@ -17,7 +17,9 @@ from bench.lib.compile_rows import ROWS
 from bench.lib.machine_code import PROCESSORS
 from tcb.kernels.gpu.tuning import _FP32_TILES, _TILES, list_rows
 
-NORMAL = ("sm_90",)
+# compiled at every run of the tests, all else by `make archs`: a row for each kernel, with every
+# option where it has any
+DAILY_ARCH, DAILY = "sm_90", [3, 12, 19, 21, 22, 26]
 UNITS = {"sm_80": "HMMA", "other": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 UNITS |= dict.fromkeys(("gfx9", "gfx950"), "MFMA")
 # the kind of launch that an operation is named for
@@ -43,17 +45,19 @@ def show(row) -> str:
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A function from architecture to its compiled rows; each compiles in a process of its own."""
+    """A function from an architecture, all rows of it or some (`name:3,7`), to the compiled rows;
+    each call with another name compiles in a process of its own.
+    """
     done = {}
 
-    def rows(arch):
-        if arch not in done:
+    def rows(name):
+        if name not in done:
             environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-            command = [sys.executable, "-m", compile_rows.__name__, arch]
+            command = [sys.executable, "-m", compile_rows.__name__, name]
             result = subprocess.run(command, capture_output=True, text=True, env=environment)
             assert result.returncode == 0, result.stderr[-4000:]
-            done[arch] = [json.loads(line) for line in result.stdout.splitlines()]
-        return done[arch]
+            done[name] = [json.loads(line) for line in result.stdout.splitlines()]
+        return done[name]
 
     return rows
 
@@ -116,14 +120,22 @@ def check_tile(launch, processor):
             assert launch["bytes_in_flight"] >= BYTES_IN_FLIGHT, launch
 
 
-@every_row(*NORMAL)
-def test_machine_code(arch, index, compiled):
-    check_row(compiled(arch)[index], ROWS[index][0])
+@pytest.mark.parametrize("index", DAILY, ids=lambda index: show(ROWS[index]))
+def test_machine_code(index, compiled):
+    rows = compiled(f"{DAILY_ARCH}:{','.join(map(str, DAILY))}")
+    check_row(rows[DAILY.index(index)], ROWS[index][0])
+
+
+def test_every_operation_is_compiled_at_every_run():
+    assert {ROWS[index][0] for index in DAILY} >= {operation for operation, _ in ROWS} - {
+        "gather_blocks",
+        "scatter_blocks",
+    }
 
 
 @pytest.mark.archs
-@every_row(*(name for name in PROCESSORS if name not in NORMAL))
-def test_machine_code_of_further_architectures(arch, index, compiled):
+@every_row(*PROCESSORS)
+def test_machine_code_of_every_architecture(arch, index, compiled):
     check_row(compiled(arch)[index], ROWS[index][0])
 
 
