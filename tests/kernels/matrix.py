@@ -126,5 +126,11 @@ def levels(run: Run) -> tuple[int, ...]:
     return tuple(FACTORS[name].index(level) for name, level in found.items())
 
 
-ARRAY = cover(SIZES, [*PAIRS, *TRIPLES], seed=0, tries=4)
-RUNS = [plan(seed, row) for seed, row in enumerate(ARRAY)]
+def runs(strength: list[tuple[int, ...]], seed: int, first: int) -> list[Run]:
+    """The runs of an array of this strength, numbered from `first` on."""
+    return [plan(first + i, row) for i, row in enumerate(cover(SIZES, strength, seed=seed, tries=4))]
+
+
+RUNS = runs([*PAIRS, *TRIPLES], seed=0, first=0)
+# of every pair only: what each run of the tests has time for
+DAILY_RUNS = runs(PAIRS, seed=1, first=len(RUNS))
