@@ -186,8 +186,9 @@ def test_a_prompt_that_can_never_fit_is_refused_alone(references):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_generous_limit_ends_where_the_pool_does(references, family, asynchronous):
     model, prompts, _ = references(family)
-    engine = new_engine(model, page_size=4, num_blocks=26, use_async_batching=asynchronous)
-    prompts = [prompt for prompt in prompts if len(prompt) < engine.limits.max_length]
+    engine = new_engine(model, page_size=4, num_blocks=16, use_async_batching=asynchronous)
+    fit = [prompt for prompt in prompts if len(prompt) < engine.limits.max_length]
+    prompts = sorted(fit, key=len)[:: len(fit) // 2]
     rooms = [engine.limits.room_after(len(prompt)) for prompt in prompts]
     for i, prompt in enumerate(prompts):
         engine.submit(Request(f"r{i}", tuple(prompt), 10**6))
