@@ -1,9 +1,9 @@
 """Compile every launch of the package ahead of time, as the launchers would start it.
 
 Run as a program, with names of `PROCESSORS` as arguments and without TRITON_INTERPRET: prints a
-JSON list a row, an object a launch; `sm_90:3,7` are two rows of one. A stand-in for the driver names the architecture, tensors are
-on the meta device, and what a public function would launch is recorded instead, so constants and
-alignments are those of real calls.
+JSON list a row, an object a launch; `sm_90:3,7` are two rows of one. A stand-in for the driver
+names the architecture, tensors are on the meta device, and what a public function would launch is
+recorded instead, so constants and alignments are those of real calls.
 """
 
 import json

@@ -128,7 +128,8 @@ def levels(run: Run) -> tuple[int, ...]:
 
 def runs(strength: list[tuple[int, ...]], seed: int, first: int) -> list[Run]:
     """The runs of an array of this strength, numbered from `first` on."""
-    return [plan(first + i, row) for i, row in enumerate(cover(SIZES, strength, seed=seed, tries=4))]
+    rows = cover(SIZES, strength, seed=seed, tries=4)
+    return [plan(number, row) for number, row in enumerate(rows, first)]
 
 
 RUNS = runs([*PAIRS, *TRIPLES], seed=0, first=0)
