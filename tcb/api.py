@@ -40,7 +40,9 @@ def generate_batch(
              tensor or array, which are taken as they are, padding included; or what a tokenizer
              returns, whose `attention_mask` says what is padding; or texts, with `tokenizer=`
 
-    Further keywords are generation options, as in `generate`: `max_new_tokens=32`. With several
+    Further keywords are generation options, as in `generate`: `max_new_tokens=32`, and
+    `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn` and, for `stop_strings` and
+    prompts that are texts, `tokenizer`. With several
     return sequences the forks `<id>__child#<i>` come before their parent. A prompt that cannot be
     served has an output too: FAILED, with the reason in `error`. `persistent_manager` keeps memory
     and cached prefixes for the next call, until `destroy_cached_continuous_batching_manager`.
@@ -48,9 +50,9 @@ def generate_batch(
     Raises TypeError for an unknown keyword, ValueError for an option, a setting or a model that
     cannot be served, MemoryError where the device has no room; all of that before anything starts.
     """
-    model, tokenizer = plain_model(model), kwargs.pop("tokenizer", None)
+    model = plain_model(model)
     options = read_options(model, generation_config, kwargs)
-    prompts = list_of_prompts(inputs, tokenizer)
+    prompts = list_of_prompts(inputs, options.own.tokenizer)
     if not prompts:
         return {}
     hints = hints_of(prompts, options, persistent_manager)

@@ -7,9 +7,9 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1510,
+    ("planning",): 1520,
     ("kernels",): 2820,
-    ("options", "model", "device"): 1800,
+    ("options", "model", "device"): 1890,
     ("engine", "compat", "service", "api", "the package"): 1570,
 }
 # what a newcomer reads in an hour: from a request to the attention of a layer

@@ -134,7 +134,7 @@ def test_every_generation_option_has_one_row():
     assert known <= set(options)
     answers = {name: row[1] for row in found for name in in_backticks(row[:1])}
     refused = {name for name, answer in answers.items() if answer.startswith("refused")}
-    honoured = {"max_new_tokens", "max_length", "num_return_sequences"}
+    honoured = {"max_new_tokens", "max_length", "num_return_sequences", "max_time"}
     assert refused == _RULES.keys() - honoured
     processors = {name for name, answer in answers.items() if "own processors" in answer}
     assert processors == {name for case in (HISTORY | WARPERS).values() for name in case} - {

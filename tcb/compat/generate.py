@@ -10,9 +10,6 @@ from tcb.options.generation import ASKS_FOR_RECORD
 from tcb.planning.output import GenerationOutput
 
 _UNSUPPORTED = (
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
     "assistant_model",
     "streamer",
     "negative_prompt_ids",

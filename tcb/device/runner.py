@@ -88,9 +88,7 @@ class Runner:
             return self._sample(logits, batch, histories)
 
     def _sample(self, logits: Tensor, batch: BatchTensors, histories: Histories) -> InFlightBatch:
-        errors: dict[int, str] = {}
-        if histories:
-            logits, errors = apply_histories(histories, logits.float())
+        logits, errors = apply_histories(histories, logits)
         row = batch.sample_row
         token, logprob = sample(
             logits,

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
+from tcb.options.own_code import OWN_CODE, OwnCode, Stop, may_stop, stop_strings
 from tcb.options.processors import build_processors, need_history
 from tcb.options.seeds import request_seed
 from tcb.planning.request import SamplingParams
@@ -41,14 +42,17 @@ def _is_length(value: Any) -> bool:
         return False
 
 
+def _is_duration(value: Any) -> bool:
+    return value is None or (is_number(value) and value > 0)
+
+
 # which values of an option are honoured
 _RULES = {
     "num_beams": Rule("1 (there is no beam search)", _is_one),
     "constraints": Rule("None (there is no beam search)", _is_none),
     "force_words_ids": Rule("None (there is no beam search)", _is_none),
-    "stop_strings": Rule("None (there is no tokenizer)", _is_none),
-    "token_healing": Rule("False (there is no tokenizer)", not_),
-    "max_time": Rule("None", _is_none),
+    "token_healing": Rule("False (prompts are taken as they are)", not_),
+    "max_time": Rule("seconds > 0", _is_duration),
     "guidance_scale": Rule("1 (there is no second forward)", _is_one),
     "penalty_alpha": Rule("None (there is no contrastive search)", not_),
     "dola_layers": Rule("None", _is_none),
@@ -79,6 +83,9 @@ _OF_A_REQUEST = {
     "seed": Rule("integers", is_integer),
     "max_new_tokens": _RULES["max_new_tokens"],
     "eos_token_id": Rule("an integer, integers", lambda value: True),
+    "stop_strings": Rule("a string, strings", lambda value: True),
+    "max_time": _RULES["max_time"],
+    **dict.fromkeys(OWN_CODE, Rule("as in `generate`", lambda value: True)),
 }
 
 
@@ -94,6 +101,7 @@ class GenerationOptions:
                         temperature, top-k, top-p and min-p too, in the order of `generate`, and
                         `sampling` leaves those off
     generation_config   a copy of what was given, with the call's keywords set; no default filled in
+    own                 what the caller brings that runs between two tokens
     """
 
     sampling: SamplingParams
@@ -104,6 +112,7 @@ class GenerationOptions:
     needs_history: bool
     seed: int | None = None
     generation_config: GenerationConfig = field(kw_only=True, repr=False, compare=False)
+    own: OwnCode = field(kw_only=True, repr=False, compare=False)
     _config: GenerationConfig = field(kw_only=True, repr=False, compare=False)
     _model: Any = field(kw_only=True, repr=False, compare=False)
 
@@ -144,11 +153,21 @@ class GenerationOptions:
         if none is needed."""
         if not self.needs_history:
             return None
-        return build_processors(self._model, self._config, prompt, max_new_tokens, self.eos)
+        return build_processors(
+            self._model, self._config, prompt, max_new_tokens, self.eos, own=self.own
+        )
+
+    def stop_now(self) -> Stop | None:
+        """What ends one request before its length and its end tokens do, fresh: clocks run from
+        now on. None if nothing does.
+        """
+        if not may_stop(self._config, self.own):
+            return None
+        return Stop(self._config, self.own, self._model.device)
 
     def override(self, **request_options: Any) -> "GenerationOptions":
         """The options of one request, None to leave as is: every field of `SamplingParams`,
-        max_new_tokens and eos_token_id.
+        max_new_tokens, eos_token_id, stop_strings, max_time and the fields of `OwnCode`.
 
         ValueError names an option of a wrong type or range, TypeError an unknown one.
         """
@@ -163,17 +182,20 @@ class GenerationOptions:
             own["eos"] = end_tokens(given["eos_token_id"])
         for name in given.keys() & {"seed", "max_new_tokens"}:
             own[name] = index(given[name])
-        if sampling := given.keys() & _OFF:
+        own["own"] = code = self.own.replace(_subset(given, OWN_CODE))
+        if sampling := given.keys() & {*_OFF, "stop_strings", "max_time", *OWN_CODE}:
             config = copy.copy(self._config)
-            for name in sampling:
-                setattr(config, name, type(_OFF[name])(given[name]))
-            own |= {"_config": config, **_read_sampling(self._model, config, self.eos)}
+            for name in sampling - {*OWN_CODE}:
+                setattr(config, name, type(_OFF.get(name, given[name]))(given[name]))
+            stop_strings(config, code.tokenizer)
+            own |= {"_config": config, **_read_sampling(self._model, config, self.eos, code)}
         return replace(self, **own)
 
     def without_processing(self) -> "GenerationOptions":
         """These options with nothing that changes logits before a token is chosen."""
         plain = self.override(**(_OFF | {"do_sample": None}))
-        return replace(plain, needs_history=False)
+        own = replace(self.own, logits_processor=None, prefix_allowed_tokens_fn=None)
+        return replace(plain, own=own, needs_history=False)
 
 
 def read_options(
@@ -184,7 +206,8 @@ def read_options(
     """What `model.generate(generation_config=..., **options)` would use, the model's own config
     where none is given.
 
-    options   go before those of the config; None leaves the config's value
+    options   go before those of the config; None leaves the config's value. The fields of `OwnCode`
+              too
     Raises ValueError that names an option the engine cannot honour, or one that `generate` would
     not accept, and TypeError for an unknown option and for what is no generation config.
     """
@@ -193,7 +216,11 @@ def read_options(
             f"model is a {type(model).__name__}, which cannot generate; accepted: a language "
             "model, as AutoModelForCausalLM returns it"
         )
-    given = _given(model, generation_config, options or {})
+    options = options or {}
+    own = OwnCode().replace(_subset(options, OWN_CODE))
+    given = _given(
+        model, generation_config, {name: options[name] for name in options if name not in OWN_CODE}
+    )
     generator: Any = model
     lengths = given.max_length, generator.generation_config.max_length
     config, _ = generator._prepare_generation_config(given)
@@ -205,6 +232,7 @@ def read_options(
     for name in ASKS_FOR_RECORD:
         if getattr(config, name, None):
             _say_what_outputs_hold(name)
+    stop_strings(config, own.tokenizer)
     eos = end_tokens(config.eos_token_id)
     return GenerationOptions(
         eos=eos,
@@ -212,9 +240,10 @@ def read_options(
         max_new_tokens=_integer(config.max_new_tokens),
         max_length=_integer(config.max_length),
         generation_config=given,
+        own=own,
         _config=config,
         _model=model,
-        **_read_sampling(model, config, eos),
+        **_read_sampling(model, config, eos, own),
     )
 
 
@@ -244,7 +273,7 @@ def _given(model: nn.Module, generation_config: Any, options: Mapping[str, Any])
         if name not in known or name.startswith("_"):
             raise TypeError(
                 f"generate_batch() got an unexpected keyword argument {name!r}; accepted beside "
-                "its own: the fields of GenerationConfig"
+                f"its own: the fields of GenerationConfig, {', '.join(OWN_CODE)}"
             )
         if value is not None:
             setattr(given, name, value)
@@ -261,6 +290,10 @@ def _say_what_outputs_hold(name: str) -> None:
     )
 
 
+def _subset(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
 def _require(name: str, value: Any, rule: Rule) -> None:
     if not rule.holds(value):
         raise ValueError(f"{name} is {value!r}; accepted: {rule.accepted}")
@@ -271,7 +304,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _read_sampling(
-    model: nn.Module, config: GenerationConfig, eos: Iterable[int]
+    model: nn.Module, config: GenerationConfig, eos: Iterable[int], own: OwnCode
 ) -> dict[str, Any]:
     """The fields `sampling` and `needs_history` of these options. Writes whole numbers into the
     config as floats where floats are meant: transformers' warpers take nothing else."""
@@ -287,7 +320,9 @@ def _read_sampling(
             values["top_p"] = min(values["top_p"], _OFF["top_p"])
         given = {name: value for name, value in values.items() if value is not None}
         sampling = SamplingParams(**given | {"do_sample": True})
-    needs_history = need_history(build_processors(model, config, (0,), 1, eos, "cpu"))
+    needs_history = bool(own.logits_processor or own.prefix_allowed_tokens_fn) or need_history(
+        build_processors(model, config, (0,), 1, eos, "cpu")
+    )
     if needs_history:
         sampling = SamplingParams(do_sample=sampling.do_sample)
     return {"sampling": sampling, "needs_history": needs_history}

@@ -11,9 +11,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
+from tcb.options.own_code import OwnCode
+
 # a sampled row's own processors and all its tokens so far, by the row's place among the samples
 Histories = Mapping[int, tuple[LogitsProcessorList, Sequence[int]]]
 
+_NOTHING_OF_ITS_OWN = OwnCode()
 # what `tcb.kernels.sample` does by itself
 _NATIVE = (
     logits_process.TemperatureLogitsWarper,
@@ -30,11 +33,13 @@ def build_processors(
     max_new_tokens: int,
     eos: Iterable[int],
     device: torch.device | str | None = None,
+    own: OwnCode = _NOTHING_OF_ITS_OWN,
 ) -> LogitsProcessorList:
     """What `GenerationMixin.generate` builds for this prompt alone: its steps 3 (special tokens), 6
     (lengths) and 8.
 
     config   every default is filled in; unchanged
+    own      what the caller brings is copied
     device   where the scores will be; the model's if None
     Raises ValueError that names the options a processor refuses.
     """
@@ -50,7 +55,8 @@ def build_processors(
             generation_config=config,
             input_ids_seq_length=len(prompt),
             encoder_input_ids=torch.tensor([prompt], dtype=torch.long, device=device),
-            logits_processor=LogitsProcessorList(),
+            logits_processor=LogitsProcessorList(own.copy_of(own.logits_processor)),
+            prefix_allowed_tokens_fn=own.prefix_allowed_tokens_fn,
             device=device,
             model_kwargs={},
         )
@@ -85,12 +91,16 @@ def apply_history(
 def apply_histories(
     histories: Histories, logits: torch.Tensor
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """The logits [samples, vocab] fp32, written in place, after the rows' own processors.
+    """The logits [samples, vocab] after the rows' own processors, in fp32 if there are any; fp32
+    ones are written in place.
 
     What a row's processor raises fails that row alone: its logits become NaN, and the errors say
     why, by the row's place.
     """
-    errors = {}
+    errors: dict[int, str] = {}
+    if not histories:
+        return logits, errors
+    logits = logits.float()
     for place, (processors, tokens) in histories.items():
         try:
             logits[place] = apply_history(processors, tokens, logits[place])

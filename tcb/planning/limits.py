@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tcb.planning.config import MAX_INT32, ContinuousBatchingConfig, check
 from tcb.planning.groups import LayerGroup, block_elements, num_columns, pages_needed
+from tcb.planning.request import Request
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 
@@ -115,15 +116,21 @@ class Limits:
         """
         return self.max_length - prompt_length + 1
 
-    def why_ended(self, prompt_length: int, max_new_tokens: int) -> str | None:
-        """Why there are no more new tokens after a prompt of this length; None if it has all that
-        it asked for.
+    def has_ended(self, request: Request, generated: Sequence[int]) -> tuple[bool, str | None]:
+        """Whether a request ends after these tokens, the last of which is no end token; and why, if
+        it ends as failed: its own `stop` says so, or there is no room for all that it asked for.
         """
-        room = self.room_after(prompt_length)
-        if max_new_tokens <= room:
-            return None
-        return (
-            f"max_new_tokens is {max_new_tokens}, and after a prompt of {prompt_length} tokens "
+        stop = request.stop is not None and request.stop(request.prompt, generated)
+        if stop:
+            return True, stop if isinstance(stop, str) else None
+        num_prompt, wanted = len(request.prompt), request.max_new_tokens
+        room = self.room_after(num_prompt)
+        if len(generated) < min(wanted, room):
+            return False, None
+        if wanted <= room:
+            return True, None
+        return True, (
+            f"max_new_tokens is {wanted}, and after a prompt of {num_prompt} tokens "
             f"there is room for {room}, which were generated ({self.what_allows_more})"
         )
 

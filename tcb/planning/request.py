@@ -51,6 +51,8 @@ class Request:
     streaming         deliver every token, not only the end
     created_time      `time.perf_counter` seconds
     processors        logits processors of this request that read its history; opaque here
+    stop              asked after each token, `stop(prompt, generated)`: True ends the generation, a
+                      string ends it as failed for this reason
 
     Raises ValueError.
     """
@@ -65,6 +67,7 @@ class Request:
     record_timestamps: bool = False
     created_time: float = 0.0
     processors: Any = None
+    stop: Any = None
 
     def __post_init__(self) -> None:
         _require(self, "id", _IDS)

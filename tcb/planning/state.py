@@ -224,9 +224,10 @@ def apply_results(
             sequence.timestamps.append(now)
         if len(generated) > sequence.hash_next_at:
             _register_pages(state, sequence)
-        if token in request.eos or len(generated) >= sequence.limit:
-            if token not in request.eos:
-                sequence.error = state.limits.why_ended(sequence.num_prompt, request.max_new_tokens)
+        ended = token in request.eos
+        if not ended and (len(generated) >= sequence.limit or request.stop is not None):
+            ended, sequence.error = state.limits.has_ended(request, generated)
+        if ended:
             finished.append(sequence)
         elif request.streaming:
             streamed.append(sequence)

@@ -53,6 +53,10 @@ class Intake:
             self._seed = seed
             self.reseed()
 
+    def read(self, model: PreTrainedModel, generation_config: Any) -> GenerationOptions:
+        """The options that a generation config asks for, with the tokenizer that is in use."""
+        return options_of(model, generation_config, self.options.own.tokenizer)
+
     def reseed(self) -> None:
         """Start the draws anew: the same ones with a seed, other ones without."""
         with self._lock:
@@ -157,6 +161,7 @@ class Intake:
                 parent=None if child == 0 else name,
                 created_time=now,
                 processors=options.processors_for(prompt, new_tokens),
+                stop=options.stop_now(),
                 **flags,
             )
             for child in range(options.num_return_sequences)
@@ -221,11 +226,13 @@ class Intake:
             return request_seed(self._base_seed, ordinal, child)
 
 
-def options_of(model: PreTrainedModel, generation_config: Any) -> GenerationOptions:
+def options_of(
+    model: PreTrainedModel, generation_config: Any, tokenizer: Any = None
+) -> GenerationOptions:
     """The options that a generation config asks for; those that were read already are left."""
     if isinstance(generation_config, GenerationOptions):
         return generation_config
-    return read_options(model, generation_config)
+    return read_options(model, generation_config, {"tokenizer": tokenizer})
 
 
 def read_settings(config: Any) -> ContinuousBatchingConfig:

@@ -217,7 +217,7 @@ class ContinuousBatchingManager(TransformersManager):
         """Serve requests to come by these settings; None keeps the configuration there is. Where
         memory or model must be another, the engine is built anew; RuntimeError if it runs.
         """
-        settings, options = self._settings, options_of(self.model, generation_config)
+        settings, options = self._settings, self._intake.read(self.model, generation_config)
         if continuous_batching_config is not None:
             settings = read_settings(continuous_batching_config)
         with self._control:
@@ -246,7 +246,7 @@ class ContinuousBatchingManager(TransformersManager):
         Prompts are treated as by `add_requests`. Iteration and `get_result()` pass the outputs by.
         Raises RuntimeError after the end, and for options that the engine was not built for.
         """
-        own = self.options if options is None else options_of(self.model, options)
+        own = self.options if options is None else self._intake.read(self.model, options)
         if not self._serves(own, self._settings):
             raise RuntimeError(_DIFFERS)
         names = self._intake.add_all(
@@ -289,7 +289,7 @@ class ContinuousBatchingManager(TransformersManager):
         Args:
             input_ids: token ids: a list, a one-dimensional tensor or array
             streaming: deliver an output for every token, with all tokens so far, not only the last
-            logit_processor_kwargs: generation options of this request: temperature, top_k, ...
+            logit_processor_kwargs: generation options of this request: top_k, stop_strings, ...
 
         Raises ValueError for a prompt, an option or an id that cannot be served, `queue.Full` if
         the queue has no room for 10 s, and RuntimeError if the manager has stopped.

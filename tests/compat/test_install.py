@@ -182,10 +182,10 @@ def test_paged_generate_with_several_return_sequences(model, installed):
 
 def test_paged_generate_refuses_by_name(model, installed):
     rows = torch.tensor(prompts_of((7,)))
-    with pytest.raises(NotImplementedError, match="stopping_criteria"):
-        model.generate(rows, stopping_criteria=[print], cache_implementation="paged")
-    with pytest.raises(NotImplementedError, match="logits_processor"):
-        model.generate(rows, None, [print], cache_implementation="paged")
+    with pytest.raises(NotImplementedError, match="streamer"):
+        model.generate(rows, streamer=print, cache_implementation="paged")
+    with pytest.raises(NotImplementedError, match="assistant_model"):
+        model.generate(rows, assistant_model=model, cache_implementation="paged")
     with pytest.raises(ValueError, match="num_beams is 2"):
         model.generate(rows, num_beams=2, cache_implementation="paged")
     with pytest.raises(TypeError, match="no_such_option"):

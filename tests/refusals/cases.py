@@ -132,9 +132,6 @@ def _batch_with_history(w: World) -> None:
 
 def paged() -> Iterator[tuple[str, Case]]:
     for name in (
-        "logits_processor",
-        "stopping_criteria",
-        "prefix_allowed_tokens_fn",
         "assistant_model",
         "streamer",
         "negative_prompt_ids",

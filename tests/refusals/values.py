@@ -119,7 +119,7 @@ OPTIONS: dict[str, list[Any]] = {
     "force_words_ids": [[[1]]],
     "stop_strings": [["x"], "end"],
     "token_healing": [True],
-    "max_time": [1.0],
+    "max_time": [0, -1.0, "x"],
     "guidance_scale": [1.5],
     "penalty_alpha": [0.6],
     "dola_layers": ["high"],
