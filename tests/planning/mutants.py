@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "the end token does not end a sequence",
         "state.py",
-        "if token in request.eos or len(generated) >= sequence.limit:",
-        "if len(generated) >= sequence.limit:",
+        "ended = token in request.eos",
+        "ended = False",
     ),
     # packing
     Mutant(
