@@ -222,10 +222,10 @@ def apply_results(
             sequence.logprobs.append(logprobs[place])
         if request.record_timestamps:
             sequence.timestamps.append(now)
-        if len(generated) > sequence.hash_next_at:
+        count, ended = len(generated), token in request.eos
+        if count > sequence.hash_next_at:
             _register_pages(state, sequence)
-        ended = token in request.eos
-        if not ended and (len(generated) >= sequence.limit or request.stop is not None):
+        if (count >= sequence.limit or request.stop is not None) and not ended:
             ended, sequence.error = state.limits.has_ended(request, generated)
         if ended:
             finished.append(sequence)

@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "the end token does not end a sequence",
         "state.py",
-        "ended = token in request.eos",
-        "ended = False",
+        "count, ended = len(generated), token in request.eos",
+        "count, ended = len(generated), False",
     ),
     # packing
     Mutant(
