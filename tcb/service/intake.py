@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -68,31 +68,41 @@ class Intake:
 
     def add(
         self,
-        engine: Engine,
+        open_engine: Callable[[], Engine],
         tokens: Any,
         options: GenerationOptions,
         request_id: str | None = None,
         **flags: bool,
-    ) -> str:
-        """Submit one prompt and return its id.
+    ) -> str | None:
+        """Submit one prompt and return its id; None if it is dropped, because the run was stopped.
 
-        flags   `streaming` and `record_timestamps` of the request
-        Raises ValueError for what cannot be served, `queue.Full` if there was no room for 10 s, and
-        RuntimeError after the end.
+        open_engine   the engine, or RuntimeError if requests are no longer accepted
+        flags         `streaming` and `record_timestamps` of the request
+
+        A request that is dropped ends FAILED for who asks for the id that it was given. Raises
+        ValueError for what cannot be served, `queue.Full` if there was no room for 10 s, and
+        RuntimeError after an error.
         """
         name = self._next_id() if request_id is None else request_id
         try:
-            self._submit(self._make(engine, name, tokens, options, flags), self.timeout)
+            self._submit(self._make(open_engine(), name, tokens, options, flags), self.timeout)
         except ValueError:
             # serving code registers its handler first, and nothing will ever come for it
             if isinstance(name, str) and not self._router.is_live(name):
                 self._router.unregister(name)
             raise
+        except RuntimeError as error:
+            if self._loop.has_failed:
+                raise
+            logger.warning("%s; request %s is dropped", error, name)
+            if request_id is not None:
+                self._refuse(name, tokens, error, options)
+            return None
         return name
 
     def add_all(
         self,
-        engine: Engine,
+        open_engine: Callable[[], Engine],
         inputs: Iterable[Any],
         options: GenerationOptions,
         awaited: bool = False,
@@ -102,10 +112,22 @@ class Intake:
 
         awaited  keep the last outputs for who takes them by id, and wait for room in the queue as
                  long as the run goes on
-        What cannot be served gets an output in its place, FAILED with the reason. The others are
-        submitted so that equal beginnings meet.
+        What cannot be served gets an output in its place, FAILED with the reason, and so does all
+        that is dropped because the run was stopped; RuntimeError in place of that if awaited. The
+        others are submitted so that equal beginnings meet.
         """
-        ids, submissions = [], []
+        ids: list[str] = []
+        submissions = []
+        try:
+            engine = open_engine()
+        except RuntimeError as error:
+            if awaited or self._loop.has_failed:
+                raise
+            for tokens in inputs:
+                ids.append(name := self._next_id())
+                self._refuse(name, tokens, error, options)
+            logger.warning("%s; %d requests are dropped", error, len(ids))
+            return ids
         for tokens in inputs:
             ids.append(name := self._next_id())
             if awaited:

@@ -103,6 +103,11 @@ class Loop:
         return self.is_open and self._driver is None and not self.has_thread
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an error ended the latest run."""
+        return self._status.fatal_error is not None
+
+    @property
     def is_accepting(self) -> bool:
         """Whether a run goes on and nobody has asked it to stop."""
         return self.is_open and self._status.can_accept_new_requests() is None
@@ -146,16 +151,17 @@ class Loop:
             self._leave()
 
     def take(self, request_id: str | None, timeout: float | None) -> GenerationOutput | None:
-        """Take the next output, of this request if one is named; None if none can come, or none
-        came within `timeout` seconds.
+        """Take the next output, of this request if one is named; None if none comes within
+        `timeout` seconds, or none can come. With a timeout, the request may still be to come.
         """
         output: GenerationOutput | None = None
+        live = request_id if timeout is None else None
 
         def has_come() -> bool:
             nonlocal output
             with self._changed:
                 output = self._router.take(request_id)
-                return output is not None or not self._router.may_come(request_id)
+                return output is not None or not self._router.may_come(live)
 
         self.run_until(has_come, timeout)
         return output
@@ -275,9 +281,7 @@ class Loop:
             engine.close()
 
     def end_thread(self) -> None:
-        """Stop the background thread: after its step if that is short, else between two operations
-        of it.
-        """
+        """Stop the background thread: after its step if that is short, else in the middle of it."""
         self._status.request_stop(self._status.HARD_STOP)
         self._inbox.wake_up.set()
         thread = self.thread

@@ -42,10 +42,10 @@ class ContinuousBatchingManager(TransformersManager):
     Raises ValueError, TypeError and MemoryError for what cannot be served, before anything starts.
 
     Requests are served between `start` and `stop`, by a background thread, and in a `session`, by
-    whoever waits for an output if there is no thread. They may be added before. After `stop` or an
-    error (`background_thread_status.fatal_error`; all requests end FAILED), adding one is a
-    RuntimeError until the next `start`. `continuous_batching_config` is a copy, with the sizes that
-    the engine has.
+    whoever waits for an output if there is no thread. They may be added before. After `stop` they
+    are dropped until the next `start`; after an error (`background_thread_status.fatal_error`; all
+    requests end FAILED), adding one is a RuntimeError. `continuous_batching_config` is a copy, with
+    the sizes that the engine has.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ContinuousBatchingManager(TransformersManager):
         hard_stop: bool = False,
     ) -> None:
         """Stop serving: after every request, or with `hard_stop` at once, when those under way end
-        FAILED with the tokens they have. Raises RuntimeError inside `pause`.
+        FAILED with their tokens. Raises RuntimeError inside `pause`.
 
         Args:
             block: wait for the end of the run, `timeout` seconds at most
@@ -196,7 +196,7 @@ class ContinuousBatchingManager(TransformersManager):
     def pause(self) -> Generator[None]:
         """Let the loop stand still, all batches landed, so that the weights may be written.
 
-        Requests and cache are kept, keys and values only if the weights did not change. Several
+        Requests are kept, cached keys and values only if the weights did not change. Several
         threads may hold a pause. Raises RuntimeError if the manager does not run.
         """
         if not self.is_running():
@@ -250,7 +250,7 @@ class ContinuousBatchingManager(TransformersManager):
         if not self._serves(own, self._settings):
             raise RuntimeError(_DIFFERS)
         names = self._intake.add_all(
-            self._open_engine(), prompts, own, awaited=True, record_timestamps=record_timestamps
+            self._open_engine, prompts, own, awaited=True, record_timestamps=record_timestamps
         )
         return [each for name in names for each in output_ids(name, own.num_return_sequences)]
 
@@ -283,8 +283,9 @@ class ContinuousBatchingManager(TransformersManager):
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         **logit_processor_kwargs: Any,
-    ) -> str:
-        """Submit a prompt; returns the id of the request, `req_<n>` if none is given.
+    ) -> str | None:
+        """Submit a prompt; returns the id of the request, `req_<n>` if none is given; None after
+        `stop`, when requests are dropped with a warning.
 
         Args:
             input_ids: token ids: a list, a one-dimensional tensor or array
@@ -292,12 +293,12 @@ class ContinuousBatchingManager(TransformersManager):
             logit_processor_kwargs: generation options of this request: top_k, stop_strings, ...
 
         Raises ValueError for a prompt, an option or an id that cannot be served, `queue.Full` if
-        the queue has no room for 10 s, and RuntimeError if the manager has stopped.
+        the queue has no room for 10 s, and RuntimeError after an error that ended the run.
         """
         own = logit_processor_kwargs | {"max_new_tokens": max_new_tokens}
         options = self.options.override(eos_token_id=eos_token_id, **own)
         flags = {"streaming": streaming, "record_timestamps": record_timestamps}
-        return self._intake.add(self._open_engine(), input_ids, options, request_id, **flags)
+        return self._intake.add(self._open_engine, input_ids, options, request_id, **flags)
 
     def add_requests(
         self,
@@ -309,11 +310,11 @@ class ContinuousBatchingManager(TransformersManager):
     ) -> list[str]:
         """Submit many prompts as `add_request` does; returns their ids in the order of the prompts.
 
-        One that cannot be served gets an output in its place: FAILED, with the reason.
+        One that cannot be served or is dropped gets an output in its place: FAILED, and why.
         """
         options = self.options.override(max_new_tokens=max_new_tokens, **logit_processor_kwargs)
         flags = {"streaming": streaming, "record_timestamps": record_timestamps}
-        return self._intake.add_all(self._open_engine(), inputs, options, **flags)
+        return self._intake.add_all(self._open_engine, inputs, options, **flags)
 
     def cancel_request(self, request_id: str) -> None:
         """End a live request before its time: its output is FAILED, with the tokens it has."""
@@ -324,8 +325,8 @@ class ContinuousBatchingManager(TransformersManager):
     ) -> GenerationOutput | None:
         """Take the next output, of this request if one is named; others' outputs stay.
 
-        None after `timeout` seconds, and at once if none can come: nothing runs, or the named
-        request is not live and its outputs have been taken.
+        None after `timeout` seconds, and at once if none can come: nothing runs or, without a
+        timeout, the named request is not live and its outputs have been taken.
         """
         return self._loop.take(request_id, timeout)
 
@@ -335,9 +336,7 @@ class ContinuousBatchingManager(TransformersManager):
             yield output
 
     def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
-        """Outputs of one request up to its last; none if the request is not live and nothing of it
-        is left. Any number of these may run at once.
-        """
+        """Outputs of one request up to its last; none if it is not live and none is left."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():

@@ -5,7 +5,7 @@ import gc
 import queue
 import weakref
 from copy import deepcopy
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 from transformers import GenerationConfig
@@ -103,8 +103,7 @@ def test_stop_finishes_everything(held, engines):
     names = held.add_requests([[i] for i in range(20)])
     stopped = in_thread(held.stop)
     until(lambda: held.background_thread_status.local_status > 0)
-    with pytest.raises(RuntimeError, match="stopping"):
-        held.add_request([1])
+    assert held.add_request([1]) is None
     engines[-1].go.set()
     assert stopped() is None and not held.is_running()
     assert all(is_done(held.get_result(name), [i]) for i, name in enumerate(names))
@@ -132,12 +131,18 @@ def test_stop_without_a_loop_says_so(new, caplog):
     manager.join(0.0)
 
 
-def test_after_stop_requests_are_refused_until_start(manager, engines):
+def test_after_stop_requests_are_dropped_until_start(manager, engines, caplog):
     manager.stop()
+    assert manager.add_request([1]) is None
+    assert manager.output_router.output_queue.empty()
+    assert manager.add_request([1], request_id="mine") is None
+    assert is_failed(manager.get_result("mine"), "stopped")
+    names = manager.add_requests([[1], [2]])
+    assert names == ["req_1", "req_2"]
+    assert all(is_failed(manager.get_result(name), "stopped") for name in names)
+    assert sum("dropped" in record.message for record in caplog.records) == 3
     with pytest.raises(RuntimeError, match="stopped"):
-        manager.add_request([1])
-    with pytest.raises(RuntimeError, match="stopped"):
-        manager.add_requests([[1]])
+        manager.submit([[1]])
     manager.start()
     assert is_done(manager.get_result(manager.add_request([1])), [1])
     assert len(engines) == 2 and engines[0].closed and not engines[1].closed
@@ -188,10 +193,20 @@ def test_destroy_ends_what_nobody_started(new, engines):
     name = manager.add_request([1])
     manager.destroy()
     assert is_failed(manager.get_result(name), "destroyed")
-    with pytest.raises(RuntimeError):
-        manager.add_request([1])
+    assert manager.add_request([1]) is None
     manager.destroy()
     assert engines[0].closed
+
+
+def test_a_result_is_waited_for_before_its_request_is_there(manager):
+    waits = in_thread(manager.get_result, "late", SOON)
+    sleep(0.05)
+    manager.add_request([1], request_id="late")
+    assert is_done(waits(), [1])
+    since = monotonic()
+    assert manager.get_result("never", timeout=0.2) is None
+    assert 0.2 <= monotonic() - since < SOON
+    assert manager.get_result("never") is None
 
 
 def test_the_thread_is_a_daemon_and_takes_no_time(manager):
