@@ -8,7 +8,7 @@ from tests.test_house import FLOORS, PACKAGE, floor
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
     ("planning",): 1520,
-    ("kernels",): 2820,
+    ("kernels",): 3070,
     ("options", "model", "device"): 1890,
     ("engine", "compat", "service", "api", "the package"): 1610,
 }

@@ -264,13 +264,15 @@ class WorkList:
 
     First the list of small sequences, then, behind its room, that of the tiles of the others.
 
+    shape       what it was made for; None of a list that a torch operator made, which only tensors
+                leave: it is worked out again
     small_room  slots of the first
     item        [slots, 2] int32, (sequence, tile); undefined behind a list's count
     count       [2] int32, items of either list
     found       [3, slots] int32, scratch: cost, sequence and tile of every slot
     """
 
-    shape: BatchShape
+    shape: BatchShape | None
     small_room: int
     item: Tensor
     count: Tensor

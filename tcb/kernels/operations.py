@@ -3,7 +3,8 @@
 Triton serves accelerators, and CPUs while its interpreter is on; it is loaded by the first call
 that needs it. Every operation takes any strides with a dense last axis, and raises ValueError that
 names the tensor whose shape, dtype, device or stride does not fit, or the option that nobody
-serves.
+serves. Where a call is traced (`dispatch.is_traced`) it is one torch operator, `tcb::<name>`, which
+does the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,9 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from tcb.kernels import contract
+from tcb.kernels import forms, operators
 from tcb.kernels.contract import WorkList
-from tcb.kernels.cpu import operations as cpu
-from tcb.kernels.cpu import sampling as cpu_sampling
-from tcb.kernels.dispatch import use_triton
+from tcb.kernels.dispatch import is_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +30,7 @@ def _renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(operation: Callable[P, R]) -> Callable[P, R]:
         @wraps(operation)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = {names[name]: name for name in names.keys() & kwargs}
+            given = {names[name]: name for name in names if name in kwargs}
             if not given:
                 return operation(*args, **kwargs)
             for present, former in given.items():
@@ -89,16 +88,9 @@ def paged_attention(
     are 0 in a new `out`; in a given one they are left as they are. Raises ValueError, too, for
     `deterministic` where torch operations serve a CPU, whose bits nobody promises.
     """
-    options = contract.AttentionOptions(window, softcap, sinks, scale)
+    run = operators.paged_attention if is_traced() else forms.paged_attention
     tensors = query, key, value, key_cache, value_cache, block_table, query_start, context_len
-    problem = contract.Attention(*tensors, options, out).checked()
-    if not use_triton(query):
-        if deterministic:
-            raise ValueError("deterministic: expected False for torch operations, got True")
-        return cpu.paged_attention(*tensors, **options._asdict(), out=out)
-    from tcb.kernels.gpu import paged_attention
-
-    return paged_attention.attend(problem, deterministic, work_list)
+    return run(*tensors, window, softcap, sinks, scale, out, deterministic, work_list)
 
 
 def list_work(
@@ -116,13 +108,8 @@ def list_work(
     count, so one list serves all layers of the same heads and the same window. None where torch
     operations attend.
     """
-    lengths = query_start, context_len
-    problem = contract.Listing(query, value, *lengths, window, deterministic).checked()
-    if not use_triton(query):
-        return None
-    from tcb.kernels.gpu import paged_attention
-
-    return paged_attention.list_work(problem)
+    run = operators.list_work if is_traced() else forms.list_work
+    return run(query, value, query_start, context_len, window, deterministic)
 
 
 @_renamed(context_len="seq_len")
@@ -156,14 +143,9 @@ def paged_decode(
 
     Returns out [sequences, heads, value_dim] in the dtype of query.
     """
-    options = contract.AttentionOptions(window, softcap, sinks, scale)
+    run = operators.paged_decode if is_traced() else forms.paged_decode
     tensors = query, key_cache, value_cache, block_table, seq_len
-    problem = contract.Decode(*tensors, options, num_splits, out).checked()
-    if not use_triton(query):
-        return cpu.paged_decode(*tensors, **options._asdict(), num_splits=num_splits, out=out)
-    from tcb.kernels.gpu import paged_decode
-
-    return paged_decode.attend(problem)
+    return run(*tensors, window, softcap, sinks, scale, num_splits, out)
 
 
 def write_kv(
@@ -177,12 +159,8 @@ def write_kv(
 
     Writes both caches, in their dtype.
     """
-    problem = contract.KVWrite(key, value, key_cache, value_cache, slot).checked()
-    if not use_triton(key):
-        return cpu.write_kv(*problem)
-    from tcb.kernels.gpu import kv_write
-
-    kv_write.write(problem)
+    run = operators.write_kv if is_traced() else forms.write_kv
+    run(key, value, key_cache, value_cache, slot)
 
 
 @_renamed(edit="new_block", edit_start="new_block_start", edit_page="first_new_page")
@@ -223,24 +201,10 @@ def page_tables(
     than the batch: the surplus is not read, or ends in -1. Nothing is written past the end of a
     `slot`. Without `slot` the host waits for the number of tokens, the last of `query_start`.
     """
-    news, lengths = (new_block, new_block_start, first_new_page), (query_start, context_len)
-    problem = contract.TableEdits(
-        tables, *news, row, *lengths, page_size, num_pages, slot, block_tables
-    ).checked()
-    if not use_triton(row):
-        return cpu.page_tables(
-            tables,
-            *news,
-            row,
-            *lengths,
-            page_size,
-            num_pages=num_pages,
-            slot=slot,
-            block_tables=block_tables,
-        )
-    from tcb.kernels.gpu import page_tables
-
-    return page_tables.edit(problem)
+    run = operators.page_tables if is_traced() else forms.page_tables
+    edits = new_block, new_block_start, first_new_page
+    batch = row, query_start, context_len
+    return run(tables, *edits, *batch, page_size, num_pages, slot, block_tables)
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -251,12 +215,8 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 
     Writes cache.
     """
-    contract.check_moves(cache, None, "", source=source, target=target)
-    if not use_triton(cache):
-        return cpu.copy_blocks(cache, source, target)
-    from tcb.kernels.gpu import page_copy
-
-    page_copy.move(cache, source, cache, target)
+    run = operators.copy_blocks if is_traced() else forms.copy_blocks
+    run(cache, source, target)
 
 
 def gather_blocks(cache: Tensor, block: Tensor, out: Tensor) -> None:
@@ -266,12 +226,8 @@ def gather_blocks(cache: Tensor, block: Tensor, out: Tensor) -> None:
 
     Writes out.
     """
-    contract.check_moves(cache, out, "out", block=block)
-    if not use_triton(cache):
-        return cpu.gather_blocks(cache, block, out)
-    from tcb.kernels.gpu import page_copy
-
-    page_copy.move(cache, block, out, None)
+    run = operators.gather_blocks if is_traced() else forms.gather_blocks
+    run(cache, block, out)
 
 
 def scatter_blocks(data: Tensor, cache: Tensor, block: Tensor) -> None:
@@ -281,12 +237,8 @@ def scatter_blocks(data: Tensor, cache: Tensor, block: Tensor) -> None:
 
     Writes cache.
     """
-    contract.check_moves(cache, data, "data", block=block)
-    if not use_triton(cache):
-        return cpu.scatter_blocks(data, cache, block)
-    from tcb.kernels.gpu import page_copy
-
-    page_copy.move(data, None, cache, block)
+    run = operators.scatter_blocks if is_traced() else forms.scatter_blocks
+    run(data, cache, block)
 
 
 def sample(
@@ -314,10 +266,6 @@ def sample(
     drawn from. A row that holds NaN, or has do_sample and no finite maximum, gives -1 and NaN.
     Values are not read for checks.
     """
+    run = operators.sample if is_traced() else forms.sample
     numbers = temperature, top_k, top_p, min_p, seed, position, do_sample
-    problem = contract.Sampling(logits, *numbers).checked()
-    if not use_triton(logits):
-        return cpu_sampling.sample(**problem._asdict(), want_logprob=want_logprob)
-    from tcb.kernels.gpu import sampling
-
-    return sampling.sample(problem, want_logprob)
+    return run(logits, *numbers, want_logprob)

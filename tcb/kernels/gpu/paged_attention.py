@@ -44,21 +44,27 @@ def attend(problem: Attention, deterministic: bool, work_list: WorkList | None) 
         lengths = problem.query_start, problem.context_len
         listing = Listing(query, value, *lengths, problem.options.window, deterministic)
         tiles = choose_tiles(facts, listing)
-        work = fill_list(tiles[0], listing) if work_list is None else work_list
+        work = work_list
+        if work is None:
+            work = fill_list(lists.reserve(tiles[0], query.device), listing)
         start(plan_launches(facts, problem._replace(out=out), tiles, work), query)
     return out
 
 
 def list_work(problem: Listing) -> WorkList:
     """`list_work` of a problem that was checked."""
+    return fill_list(reserve_list(problem), problem)
+
+
+def reserve_list(problem: Listing) -> WorkList:
+    """An unfilled list for a problem that was checked."""
     device = problem.query.device
     shape, _, _ = choose_tiles(read_device(device.type, device.index), problem)
-    return fill_list(shape, problem)
+    return lists.reserve(shape, device)
 
 
-def fill_list(shape: BatchShape, problem: Listing) -> WorkList:
-    """The list of a batch of this shape."""
-    work = lists.reserve(shape, problem.query.device)
+def fill_list(work: WorkList, problem: Listing) -> WorkList:
+    """The list, filled with the tiles of a batch of its shape."""
     start(lists.plan_launches(work, problem.query_start, problem.context_len), problem.query)
     return work
 
@@ -71,8 +77,9 @@ def choose_tiles(facts: DeviceFacts, problem: Listing) -> tuple[BatchShape, Tile
     """
     query, value, sequences = problem.query, problem.value, problem.context_len.shape[0]
     tokens, heads, dim = query.shape
-    q_per_kv = heads // value.shape[1]
-    size = query.element_size(), max(dim, value.shape[2]), q_per_kv, facts.shared
+    # heads and their sizes are numbers of a model, even where a trace holds symbols for them
+    q_per_kv, largest = int(heads // value.shape[1]), int(max(dim, value.shape[2]))
+    size = query.element_size(), largest, q_per_kv, facts.shared
     narrow = choose_tile(facts.name, "narrow", *size)
     wide = narrow if problem.deterministic else choose_tile(facts.name, "wide", *size)
     small_rows, tile_rows = narrow.rows, wide.rows
@@ -95,10 +102,7 @@ def plan_launches(
     The problem has an `out`.
     """
     shape, narrow, wide = tiles
-    if not isinstance(work, WorkList):
-        raise ValueError(f"work_list: expected None or a WorkList, got {type(work).__name__}")
-    if work.shape != shape:
-        raise ValueError(f"work_list: expected one for {shape}, got one for {work.shape}")
+    work = lists.fit(work, shape)
     query, key, value, key_cache, value_cache, block_table, *lengths, options, out = problem
     assert out is not None, "out: expected a tensor, got None"
     dim, (kv_heads, value_dim) = query.shape[2], value.shape[1:]

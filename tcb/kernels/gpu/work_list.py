@@ -7,6 +7,8 @@ knows only what a batch of these shapes has room for, so a captured graph stays 
 lengths. Knows nothing of keys and values, or of what is done to a tile.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -41,9 +43,23 @@ def reserve(shape: BatchShape, device: torch.device) -> WorkList:
     return WorkList(shape, small, item, count, found)
 
 
+def fit(work: WorkList, shape: BatchShape) -> WorkList:
+    """A given list, once it is known to be for this shape; raises ValueError if it is not."""
+    if not isinstance(work, WorkList):
+        raise ValueError(f"work_list: expected None or a WorkList, got {type(work).__name__}")
+    small, tiles = rooms(shape)
+    if work.shape is None and work.item.shape[0] == small + tiles:
+        return replace(work, shape=shape, small_room=small)
+    if work.shape != shape:
+        made_for = work.shape or f"{work.item.shape[0]} slots"
+        raise ValueError(f"work_list: expected one for {shape}, got one for {made_for}")
+    return work
+
+
 def plan_launches(work: WorkList, query_start: Tensor, context_len: Tensor) -> list[Launch]:
     """The two launches that fill a list; all costs are known before a tile is ranked."""
     shape, room = work.shape, work.item.shape[0]
+    assert shape is not None, "a list to fill has a shape"
     blocks = room, work.small_room // _BLOCK
     lengths = query_start, context_len, shape.sequences, shape.window or 0
     constants = {
