@@ -1,27 +1,35 @@
-"""Continuous batching of a real model in front of your eyes, and the same prompts the other ways.
+"""Continuous batching of a real model in front of your eyes, and the same questions the other ways.
 
-A dozen prompts of different lengths go through `generate_batch`; each completion is printed; then
-every system runs the same prompts in turn, and its tokens are held against `model.generate` alone.
+A dozen prompts of different lengths go through a manager, and each completion is printed when it
+comes. Then every system answers the same questions in turn, and its tokens are held against
+`model.generate` alone. The comparison takes about a minute, on a busy machine too: it asks for as
+many tokens as the time allows.
 """
 
 import argparse
 import statistics
 import sys
+import time
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tcb
 from bench.lib.prompts import sentences
-from bench.lib.systems import SYSTEMS, greedy, references
+from bench.lib.systems import SYSTEMS, Settings, greedy, references
 from bench.models import SOURCES, FetchError, load
 from bench.report import TITLES
-from bench.serve import best_settings, measure
+from bench.serve import timed
 
-NEW_TOKENS = 48
-ROUNDS = 2
-# settings of a system that are tried before it is measured: its defaults, and those cut to fit
-TRIED = 2
+# new tokens of a completion, and of a question in the comparison: at most, and at least
+NEW_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 24, 24, 4
+SECONDS = 60.0
+ROUNDS = 3
+# what all of the comparison takes, in runs of this package: one round of three systems, one prompt
+# after the other for the check, and some that spare
+RUNS = 14
+# the pool of transformers that fits: its default share of the memory is written to at once
+FITS = "cut, 512 a batch"
 QUESTIONS = (
     "Hi!",
     "What is the capital of Portugal?",
@@ -32,8 +40,8 @@ QUESTIONS = (
     "Explain to a child what a glacier is and where the water goes when it melts.",
     "Give me a recipe for rye bread. I have flour, water, salt and a starter, and one free day.",
 )
-# tokens of these grow with the number of sentences: about 100 to 900
-SUMMARIES = (4, 8, 16, 32)
+# tokens of these grow with the number of sentences: about 80 to 350
+SUMMARIES = (2, 4, 8, 12)
 
 
 def main() -> None:
@@ -47,10 +55,11 @@ def main() -> None:
     lengths = sorted(map(len, prompts))
     print(
         f"{arguments.model} on {arguments.device}, {torch.get_num_threads()} threads: "
-        f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens\n"
+        f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens\n",
+        flush=True,
     )
     show_completions(model, tokenizer, prompts)
-    compare(model, arguments.model, prompts, arguments.rounds)
+    compare(model, arguments.model, prompts[: len(QUESTIONS)], arguments.seconds)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -70,30 +79,73 @@ def encode(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def show_completions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
 ) -> None:
-    """Generate with a progress bar, ends of text honoured, and print what came out."""
+    """Generate, ends of text honoured, and print each completion when it comes."""
     options = greedy(NEW_TOKENS)
     options.eos_token_id = model.generation_config.eos_token_id
-    outputs = tcb.generate_batch(model, prompts, generation_config=options, progress_bar=True)
-    for prompt, (name, output) in zip(prompts, outputs.items(), strict=True):
-        asked = tokenizer.decode(prompt, skip_special_tokens=True)
-        answer = tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
-        print(f"\n{name} ({len(prompt)} tokens)  ...{_one_line(asked)[-70:]}")
-        print(f"    {_one_line(answer)}")
+    begin = time.perf_counter()
+    with tcb.continuous_batching_context_manager(model, options) as manager:
+        asked = dict(zip(manager.add_requests(prompts), prompts, strict=True))
+        manager.stop(block=False)
+        for output in manager:
+            prompt = asked[output.request_id]
+            question = _one_line(tokenizer.decode(prompt, skip_special_tokens=True))[-70:]
+            answer = _one_line(tokenizer.decode(output.generated_tokens, skip_special_tokens=True))
+            seconds = f"{time.perf_counter() - begin:.1f} s"
+            print(f"{output.request_id}, {len(prompt)} tokens, {seconds}  ...{question}")
+            print(f"    {answer}\n", flush=True)
 
 
-def compare(model: PreTrainedModel, name: str, prompts: list[list[int]], rounds: int) -> None:
-    """Run every system in turn on the same prompts, ends of text ignored, and print the table."""
-    print(f"\n{NEW_TOKENS} new tokens for each prompt, medians of {rounds} rounds:", flush=True)
+def compare(model: PreTrainedModel, name: str, prompts: list[list[int]], seconds: float) -> None:
+    """Let every system answer in turn, ends of text ignored, and print the table.
+
+    Every system runs once; further rounds, and the check of each prompt, begin while there is time.
+    """
+    end = time.perf_counter() + seconds
     settings = {
-        system: best_settings(system, model, prompts, NEW_TOKENS, TRIED)[0] for system in SYSTEMS
+        each: system.candidates(model, prompts, MOST_TOKENS).get(FITS, {})
+        for each, system in SYSTEMS.items()
     }
-    measured = measure(model, prompts, NEW_TOKENS, settings, rounds)
-    expected = references(model, name, prompts, NEW_TOKENS)
-    print(f"\n{'':36}tokens/s   prompts with the tokens of model.generate alone")
-    for system, (seconds, tokens) in measured.items():
-        speed = len(prompts) * NEW_TOKENS / statistics.median(seconds)
-        agree = sum(a == b for a, b in zip(tokens, expected, strict=True))
-        print(f"{TITLES[system]:36}{speed:8.1f}   {agree} of {len(prompts)}")
+    new_tokens = choose_length(timed("tcb", model, prompts, MOST_TOKENS, {})[0], seconds)
+    print(f"{len(prompts)} questions, {new_tokens} new tokens for each:", flush=True)
+    spent, tokens = take_turns(model, prompts, new_tokens, settings, end)
+    expected: list[list[int]] = []
+    for prompt in prompts:
+        if not expected or time.perf_counter() < end:
+            expected += references(model, name, [prompt], new_tokens)
+    print(f"\n{'':36}tokens/s   runs   prompts with the tokens of model.generate alone")
+    for system, runs in spent.items():
+        speed = len(prompts) * new_tokens / statistics.median(runs)
+        agree = sum(a == b for a, b in zip(tokens[system], expected, strict=False))
+        print(f"{TITLES[system]:36}{speed:8.1f}   {len(runs):4}   {agree} of {len(expected)}")
+
+
+def choose_length(seconds: float, budget: float) -> int:
+    """New tokens a prompt, if this package took these seconds for `MOST_TOKENS`."""
+    fits = int(MOST_TOKENS * budget / (RUNS * seconds))
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, fits))
+
+
+def take_turns(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    new_tokens: int,
+    settings: dict[str, Settings],
+    end: float,
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """The seconds of the runs of each system, and its tokens: one round, and others that are
+    expected to be over before two thirds of the time that is left.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in settings}
+    tokens = {}
+    for turn in range(ROUNDS):
+        left = end - time.perf_counter()
+        if turn and 1.5 * sum(runs[-1] for runs in spent.values()) > left:
+            break
+        for name in list(settings)[turn:] + list(settings)[:turn]:
+            taken, tokens[name] = timed(name, model, prompts, new_tokens, settings[name])
+            spent[name].append(taken)
+            print(f"round {turn + 1}, {name}: {taken:.2f} s", file=sys.stderr, flush=True)
+    return spent, tokens
 
 
 def _one_line(text: str) -> str:
@@ -104,7 +156,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(SOURCES), default="smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the comparison")
     return parser.parse_args()
 
 
