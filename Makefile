@@ -34,7 +34,7 @@ test-matrix: $(VENV)/.stamp
 test-kernels: $(VENV)/.stamp
 	$(PYTEST) tests/kernels $(addprefix --ignore ,$(MATRIX_TESTS))
 
-ENGINE_TESTS = tests/engine tests/service tests/compat tests/device tests/model tests/options
+ENGINE_TESTS = tests/engine tests/service tests/compat tests/device tests/model tests/options tests/cli
 test-engine: $(VENV)/.stamp
 	$(PYTEST) $(ENGINE_TESTS)
 

@@ -27,6 +27,8 @@ FLOORS = (
     "service",
     "api",
     "the package",
+    "cli",
+    "__main__",
 )
 MAX_LINES = 400
 

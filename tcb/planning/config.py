@@ -222,6 +222,12 @@ def check(config: Any) -> None:
             _warn_once(name, reason)
 
 
+def ignored_settings() -> dict[str, str]:
+    """The settings that have no effect, and why."""
+    ignored = {name: one.metadata["ignored"] for name, one in _SETTINGS.items()}
+    return {name: reason for name, reason in ignored.items() if reason}
+
+
 def settings_table() -> Iterator[str]:
     """The settings as rows of a markdown table, header first."""
     yield "| setting | default | accepted | effect |"
