@@ -14,7 +14,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
-.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix gpu bench figure lint types format clean
+.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -70,10 +70,13 @@ archs-rocm: $(VENV)/.stamp
 	$(PYTEST) -m archs tests/kernels -k "not sm_"
 
 deep: $(VENV)/.stamp  ## the matrix of kernels in full, and make archs
-	@$(SIDE_BY_SIDE) deep-matrix archs-cuda archs-rocm
+	@$(SIDE_BY_SIDE) deep-matrix deep-ranks archs-cuda archs-rocm
 
 deep-matrix: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/kernels
+
+deep-ranks: $(VENV)/.stamp
+	$(PYTEST) -m deep tests/engine
 
 # needs no network: an environment made here before is used, else the machine's own Python
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
 from tcb.device.mode import plain_mode
+from tcb.device.ranks import Ranks
 from tcb.device.runner import InFlightBatch, Runner
+from tcb.model.parallel import tensor_parallel
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers
 from tcb.options.generation import GenerationOptions
-from tcb.options.processors import Histories
+from tcb.options.processors import histories_of
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.groups import group_layers
 from tcb.planning.limits import Limits, WorkloadHints, resolve, with_sizes
@@ -59,13 +61,15 @@ class Engine:
     ) -> None:
         self.model, self.options, self.config = model, options, config
         self._place = _place(model)
-        prepared = prepare(model)
-        self.layers: ModelLayers = prepared.layers
-        groups = group_layers(self.layers.layers)
-        facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
-        self.limits: Limits = resolve(config, facts)
-        self.state: State = new_state(groups, self.limits)
-        self._runner = Runner(prepared, groups, self.state.columns, self.limits)
+        self.ranks = Ranks(tensor_parallel(model), config.cpu_group_timeout)
+        with self.ranks.together():
+            prepared = prepare(model)
+            self.layers: ModelLayers = prepared.layers
+            groups = group_layers(self.layers.layers)
+            facts = read_facts(model, self.layers, groups, options, hints or WorkloadHints())
+            self.limits: Limits = resolve(config, self.ranks.agree_on_facts(facts, config))
+            self.state: State = new_state(groups, self.limits)
+            self._runner = Runner(prepared, groups, self.state.columns, self.limits, self.ranks)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._reads_history = False
 
@@ -170,32 +174,23 @@ class Engine:
     def close(self) -> None:
         """Give the device's memory back; the engine is of no use after it."""
         self._flying.clear()
+        self.ranks.close()
         del self._runner
 
     def _launch(self, plan: BatchPlan) -> None:
         packed = pack_batch(self.state, plan)
-        histories = self._histories(plan)
+        found = map(self.state.find, plan.sample_seq_ids) if self._reads_history else ()
+        histories = histories_of(found)
         apply_plan(self.state, plan, perf_counter())
         self._flying.append((plan, self._runner.launch(packed, histories)))
 
     def _land(self) -> StepOutput:
         plan, flight = self._flying.popleft()
-        tokens, logprobs = flight.land()
+        tokens, logprobs = flight.land(self.ranks)
         errors = {plan.sample_seq_ids[place]: text for place, text in flight.errors.items()}
         return apply_results(
             self.state, plan, SampledTokens(tokens, logprobs, errors), perf_counter()
         )
-
-    def _histories(self, plan: BatchPlan) -> Histories:
-        """Processors and tokens of the samples whose requests bring processors of their own."""
-        if not self._reads_history:
-            return {}
-        sequences = map(self.state.find, plan.sample_seq_ids)
-        return {
-            place: (sequence.request.processors, sequence.known())
-            for place, sequence in enumerate(sequences)
-            if sequence is not None and sequence.request.processors is not None
-        }
 
 
 def _place(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:

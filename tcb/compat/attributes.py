@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
+from torch import distributed
 from transformers import PreTrainedModel
 
 from tcb.engine import Engine
+from tcb.model.parallel import tensor_parallel
 from tcb.planning.state import Sequence
 
 
@@ -76,15 +78,22 @@ class ProcessorView:
 
 
 @dataclass(frozen=True, slots=True)
-class OneRank:
-    """What transformers' distributed helper says of a process that is alone."""
+class RankView:
+    """What transformers' distributed helper says of this process, and of those that share a model
+    with it.
+    """
 
-    global_rank: int = 0
-    tp_size: int = 1
-    is_tp_driver: bool = True
+    global_rank: int
+    tp_local_rank: int
+    tp_size: int
+
+    @property
+    def is_tp_driver(self) -> bool:
+        """Whether this process takes requests in."""
+        return self.tp_local_rank == 0
 
     def destroy_cpu_comm_group(self) -> None:
-        """There is no group."""
+        """Nothing: the group belongs to the engine."""
 
 
 # where transformers, too, looks for the manager that a model keeps for its next call
@@ -100,8 +109,6 @@ class TransformersManager(_TheirManager):
     batch_processor  None until warm-up or start, and once the engine is put away
     """
 
-    distributed_helper = OneRank()
-    is_tp_driver = True
     warmed_up = False
     batch_processor: ProcessorView | None = None
     model: PreTrainedModel
@@ -123,6 +130,19 @@ class TransformersManager(_TheirManager):
             setattr(self.model, _KEPT, self)
         elif self._loop.engine is None and kept_on(self.model) is self:
             delattr(self.model, _KEPT)
+
+    @property
+    def distributed_helper(self) -> RankView:
+        """Which of the model's ranks this process is."""
+        parallel = tensor_parallel(self.model)
+        if parallel is None:
+            return RankView(0, 0, 1)
+        return RankView(distributed.get_rank(), parallel.rank, parallel.size)
+
+    @property
+    def is_tp_driver(self) -> bool:
+        """Whether this process takes requests in."""
+        return self.distributed_helper.is_tp_driver
 
     @property
     def input_queue(self) -> queue.Queue:

@@ -14,6 +14,7 @@ from tcb.device.buffers import BatchTensors, Buffers
 from tcb.device.facts import can_be_deterministic
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks
+from tcb.device.ranks import Ranks
 from tcb.kernels import copy_blocks, sample
 from tcb.model.attention_hook import call_model
 from tcb.model.prepared import Prepared
@@ -34,12 +35,12 @@ class InFlightBatch:
     errors: dict[int, str]
     event: Any
 
-    def land(self) -> tuple[list[int], list[float] | None]:
+    def land(self, ranks: Ranks) -> tuple[list[int], list[float] | None]:
         """Tokens (-1: the sample failed) and log-probabilities if they were asked for; the host
         waits here.
         """
         if self.event is not None:
-            self.event.synchronize()
+            ranks.wait_for(self.event)
         return self.token.tolist(), None if self.logprob is None else self.logprob.tolist()
 
 
@@ -56,8 +57,9 @@ class Runner:
         groups: Sequence[LayerGroup],
         columns: Sequence[int],
         limits: Limits,
+        ranks: Ranks,
     ):
-        self.prepared, self._limits, layers = prepared, limits, prepared.layers
+        self.prepared, self._limits, self._ranks, layers = prepared, limits, ranks, prepared.layers
         dtype, device = layers.dtype, layers.device
         with torch.inference_mode(False):
             self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)
@@ -96,6 +98,7 @@ class Runner:
             want_logprob=self._limits.return_logprobs,
             **self.buffers.sampling.of(row),
         )
+        self._ranks.take_over(token, logprob)
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
         self.buffers.last_token[row] = token.clamp(min=0)
         return _send_home(token, logprob, errors)

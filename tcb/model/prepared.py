@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tcb.model.linear import drop_copies, use_fast_products
+from tcb.model.parallel import check_heads, tensor_parallel
 from tcb.model.probe import ModelLayers, probe
 from tcb.model.structure import Structure, reads_elsewhere, structure
 from tcb.model.twin import COPIED, PREPARED, plain_model, twin
@@ -43,7 +44,8 @@ class Prepared:
 
 def prepare(model: nn.Module) -> Prepared:
     """The twin of `model` and how it attends: the same object as long as nothing about the model
-    changed, weights included; else a new one. Writes one private attribute of the model.
+    changed, weights included; else a new one. Writes one private attribute of the model. All ranks
+    of a tensor-parallel model call it together.
 
     model   wrapped or not: what `plain_model` finds in it counts
 
@@ -52,7 +54,14 @@ def prepare(model: nn.Module) -> Prepared:
     """
     model = plain_model(model)
     kept, weights = model.__dict__.get(PREPARED), fingerprint(model)
-    if kept is not None and kept.structure.matches(model) and kept.weights.matches(weights):
+    is_current = (
+        kept is not None and kept.structure.matches(model) and kept.weights.matches(weights)
+    )
+    if (parallel := tensor_parallel(model)) is not None:
+        check_heads(model, parallel)
+        # a probe runs the model, which takes all ranks
+        is_current = parallel.all(is_current)
+    if kept is not None and is_current:
         return kept
     model.__dict__.pop(PREPARED, None)
     if kept is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from tcb.model.attention_hook import ATTENTION, LAYER, call_model
+from tcb.model.parallel import is_sharded
 from tcb.model.recording import RECORD, RULE, Call, Recording, register_recording
 from tcb.model.twin import is_dynamic_rope, set_attention, unwrap
 from tcb.planning.groups import Layer
@@ -174,7 +175,8 @@ def _record_twice(twin: PreTrainedModel, keeps_logits: bool) -> tuple[Recording,
 def _tokens_to_try(weight: Tensor, count: int) -> list[int]:
     """Ids that are not consecutive, as positions are, with finite embeddings where there are."""
     ids = [(3 * place + 1) % weight.shape[0] for place in range(count)]
-    if weight.is_meta or weight[ids].isfinite().all():
+    # rows of a table that is split over ranks are not looked at
+    if weight.is_meta or is_sharded(weight) or weight[ids].isfinite().all():
         return ids
     finite = weight.isfinite().all(1).nonzero()[:, 0].tolist()
     return finite[:: max(1, len(finite) // count)][:count] if len(finite) >= count else ids

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tcb.model.attention_hook import pack
+from tcb.model.parallel import local_part
 
 RECORD = "tcb_record"
 # on a mask that transformers made: its rule (batch, head, query position, key position) -> visible
@@ -76,7 +77,7 @@ class Recording(TorchFunctionMode):
     def _note(self, table: Tensor, index: Any) -> None:
         if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.numel() < 2:
             return
-        index = index.flatten().tolist()
+        index = local_part(index).flatten().tolist()
         if index == list(range(index[0], index[0] + len(index))):
             self.table_ends.append(table.shape[0] - index[0])
 

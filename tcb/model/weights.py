@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tcb.model.parallel import is_sharded, local_part, tensor_parallel
 from tcb.model.twin import modules_of
 
 _WHOLE = 4096
@@ -52,13 +53,17 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """
     facts: list[tuple] = []
     samples: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+    parallel = tensor_parallel(model)
     with torch.no_grad():
         for tensor in _tensors(model):
-            if _is_sharded(tensor):
-                raise ValueError(
-                    f"{type(model).__name__} cannot be served: its weights are sharded (DTensor: "
-                    "fully_shard, tensor parallelism); accepted: a model whose weights are whole"
-                )
+            if is_sharded(tensor):
+                if parallel is None or not parallel.holds(tensor):
+                    raise ValueError(
+                        f"{type(model).__name__} cannot be served: its weights are sharded "
+                        "(DTensor) by other means than transformers' tensor parallelism; accepted: "
+                        "weights that are whole, and a model loaded with a tp_plan"
+                    )
+                tensor = local_part(tensor)
             readable = tensor.layout is torch.strided and not tensor.is_meta
             whole = readable and tensor.numel() <= _WHOLE
             version = -1 if whole or tensor.is_inference() else tensor._version
@@ -85,16 +90,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    is_plain = type(tensor) in (nn.Parameter, Tensor) or _is_sharded(tensor)
+    is_plain = type(tensor) in (nn.Parameter, Tensor) or is_sharded(tensor)
     if is_plain or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in _plain(getattr(tensor, name))]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether processes share it; told by the name, as loading the class costs a start-up."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def _sample(tensor: Tensor) -> Tensor:

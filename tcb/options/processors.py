@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
 from tcb.options.own_code import OwnCode
+from tcb.planning.state import Sequence as Record
 
 # a sampled row's own processors and all its tokens so far, by the row's place among the samples
 Histories = Mapping[int, tuple[LogitsProcessorList, Sequence[int]]]
@@ -86,6 +87,15 @@ def apply_history(
             f"accepted: {[1, *scores.shape]}"
         )
     return processed[0]
+
+
+def histories_of(samples: Iterable[Record | None]) -> Histories:
+    """Processors and tokens of the samples whose requests bring processors of their own."""
+    return {
+        place: (sequence.request.processors, sequence.known())
+        for place, sequence in enumerate(samples)
+        if sequence is not None and sequence.request.processors is not None
+    }
 
 
 def apply_histories(

@@ -5,6 +5,7 @@
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -19,7 +20,6 @@ logger = logging.getLogger("ContinuousBatchingLogger")
 MAX_INT32 = 2**31 - 1
 
 _EAGER = "graphs and compilation are not part of this release; batches run eagerly"
-_ALONE = "one process does all the work and talks to no other"
 _WIDE = "block tables are always as wide as the longest sequence needs"
 _OWN_KERNELS = "attention always runs on the kernels of this package"
 _REFUSED = "what is not supported is refused by name, never dropped"
@@ -129,9 +129,11 @@ class ContinuousBatchingConfig:
         False, BOOLEANS, "not needed: requests may have options", of_service=True
     )
     drop_unsupported_processors: bool = setting(True, BOOLEANS, ignored=_REFUSED, granted=(False,))
-    disable_nccl_graph_mixing: bool = setting(True, BOOLEANS, ignored=_ALONE, granted=(False,))
+    disable_nccl_graph_mixing: bool = setting(
+        True, BOOLEANS, "with several ranks, sets NCCL_GRAPH_MIXING_SUPPORT=0 unless it is set"
+    )
     cpu_group_timeout: float | None = setting(
-        300.0, none_or(_SECONDS), ignored=_ALONE, granted=(None,)
+        300.0, none_or(_SECONDS), "seconds to wait for another rank; None: torch's default"
     )
     use_default_compile_configs: bool | None = setting(
         None, none_or(BOOLEANS), ignored=_EAGER, granted=(False,)
@@ -147,6 +149,9 @@ class ContinuousBatchingConfig:
             if self.page_size == type(self).page_size:
                 self.page_size = self.block_size
             _check_page_size(self)
+        # as in transformers: NCCL reads it once, when the process group is made
+        if self.disable_nccl_graph_mixing and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
 
     @classmethod
     def read(cls, other: Any) -> "ContinuousBatchingConfig":

@@ -15,7 +15,8 @@ from tcb.options.seeds import draw_base_seed, request_seed
 from tcb.planning.config import ContinuousBatchingConfig, check
 from tcb.planning.limits import WorkloadHints
 from tcb.planning.request import Request
-from tcb.service.loop import Inbox, Loop, deadline_of, seconds_to
+from tcb.service.inbox import Inbox, deadline_of, seconds_to
+from tcb.service.loop import Loop
 from tcb.service.outputs import OutputRouter, failed_output
 
 logger = logging.getLogger("ContinuousBatchingLogger")
@@ -24,6 +25,10 @@ logger = logging.getLogger("ContinuousBatchingLogger")
 QUEUE_TIMEOUT = 10.0
 # seconds between two looks at whether the loop that makes room is still there
 _LOOK_AGAIN = 0.5
+_BESIDE_A_THREAD = (
+    "a manager of several ranks runs in the background, so generate_batch cannot join it; stop it "
+    "first, or add requests on rank 0"
+)
 
 
 class Intake:
@@ -74,7 +79,8 @@ class Intake:
         request_id: str | None = None,
         **flags: bool,
     ) -> str | None:
-        """Submit one prompt and return its id; None if it is dropped, because the run was stopped.
+        """Submit one prompt and return its id; None if it is dropped, because the run was stopped,
+        or left to the rank that takes requests in.
 
         open_engine   the engine, or RuntimeError if requests are no longer accepted
         flags         `streaming` and `record_timestamps` of the request
@@ -85,7 +91,11 @@ class Intake:
         """
         name = self._next_id() if request_id is None else request_id
         try:
-            self._submit(self._make(open_engine(), name, tokens, options, flags), self.timeout)
+            engine = open_engine()
+            if not engine.ranks.leads:
+                return None
+            made = self._make(engine, name, tokens, options, flags)
+            self._submit(engine, made, self.timeout)
         except ValueError:
             # serving code registers its handler first, and nothing will ever come for it
             if isinstance(name, str) and not self._router.is_live(name):
@@ -114,7 +124,9 @@ class Intake:
                  long as the run goes on
         What cannot be served gets an output in its place, FAILED with the reason, and so does all
         that is dropped because the run was stopped; RuntimeError in place of that if awaited. The
-        others are submitted so that equal beginnings meet.
+        others are submitted so that equal beginnings meet. Of several ranks one takes requests in;
+        the others give the same ids, and wait for the outputs of the same call. Raises RuntimeError
+        for such a call beside a thread, which may be done before all ranks wait.
         """
         ids: list[str] = []
         submissions = []
@@ -128,8 +140,12 @@ class Intake:
                 self._refuse(name, tokens, error, options)
             logger.warning("%s; %d requests are dropped", error, len(ids))
             return ids
+        if awaited and engine.ranks.size > 1 and self._loop.has_thread:
+            raise RuntimeError(_BESIDE_A_THREAD)
         for tokens in inputs:
             ids.append(name := self._next_id())
+            if not (awaited or engine.ranks.leads):
+                continue
             if awaited:
                 self._router.expect(output_ids(name, options.num_return_sequences))
             try:
@@ -140,7 +156,7 @@ class Intake:
             submissions.sort(key=lambda requests: requests[0].prompt, reverse=True)
         for requests in submissions:
             try:
-                self._submit(requests, None if awaited else self.timeout)
+                self._submit(engine, requests, None if awaited else self.timeout)
             except (ValueError, RuntimeError) as error:
                 self._refuse(requests[0].id, requests[0].prompt, error, options)
         return ids
@@ -201,9 +217,11 @@ class Intake:
                 room,
             )
 
-    def _submit(self, requests: Sequence[Request], timeout: float | None) -> None:
+    def _submit(self, engine: Engine, requests: Sequence[Request], timeout: float | None) -> None:
         """Open requests and leave them for the loop; where it has no room, wait or turn it."""
         self._router.open(requests)
+        if not engine.ranks.leads:
+            return
         deadline = deadline_of(timeout)
         # when the run ends meanwhile, so do these
         while self._router.holds(requests[0]):

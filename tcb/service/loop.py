@@ -7,18 +7,15 @@ at a time is the driver.
 import atexit
 import ctypes
 import logging
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Entry
 from time import monotonic
-from typing import TypeVar
 
 from tcb.engine import Engine
 from tcb.planning.output import GenerationOutput
-from tcb.planning.request import Request
 from tcb.planning.state import Sequence, StepOutput
+from tcb.service.inbox import Inbox, deadline_of, seconds_to, take_all
 from tcb.service.outputs import OutputRouter, StreamedOutput, to_output
 from tcb.service.thread_status import BackgroundThreadStatus
 
@@ -28,38 +25,14 @@ CANCELLED = "the request was cancelled"
 HARD_STOPPED = "the request was not finished when the manager was told to stop at once (hard_stop)"
 NEVER_STARTED = "the manager stopped before the request was taken in"
 
-T = TypeVar("T")
-
+# seconds between two turns of ranks that have nothing to do; a wish to stop waits so long
+_HEARTBEAT = 0.1
 # seconds that the end of the process waits for a step to end, and then for one that was broken off
 _LAST_STEP, _BROKEN_STEP = 1.0, 10.0
 
 
 class _ProcessEnds(BaseException):
     """Breaks off the step of a background thread."""
-
-
-class Inbox:
-    """What any thread leaves for the driver; an entry of `requests` is a request and its forks."""
-
-    def __init__(self, max_size: int) -> None:
-        self.requests: queue.Queue[Entry[Request]] = queue.Queue(max_size)
-        self.cancellations: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.wake_up = threading.Event()
-
-    def put(self, requests: Entry[Request], timeout: float) -> None:
-        """Leave requests; `queue.Full` if there is no room within `timeout` seconds."""
-        self.requests.put(requests, timeout > 0, timeout)
-        self.wake_up.set()
-
-    def cancel(self, request_id: str) -> None:
-        """Leave the wish to cancel a request."""
-        self.cancellations.put(request_id)
-        self.wake_up.set()
-
-    def clear(self) -> None:
-        """Throw away what nobody will take any more."""
-        _take_all(self.requests)
-        _take_all(self.cancellations)
 
 
 class Loop:
@@ -89,6 +62,7 @@ class Loop:
         self._driver: threading.Thread | None = None
         # between batches somebody else may write the weights only while this is true
         self._idle = True
+        self._next_turn = 0.0
         # a thread that waits for news learns that the loop was dropped
         weakref.finalize(self, inbox.wake_up.set).atexit = False
 
@@ -210,13 +184,16 @@ class Loop:
 
         An error ends the run and every request. An interrupt of the user is raised again.
         """
-        assert self.engine is not None
+        engine = self.engine
+        assert engine is not None
         me, late = threading.current_thread(), False
         try:
-            with self.engine.mode():
+            with engine.mode():
                 while not done() and self._driver is me and not late:
                     if self.is_idle():
-                        self._inbox.wake_up.wait(seconds_to(deadline))
+                        bounds = seconds_to(deadline), self.rest
+                        known = [bound for bound in bounds if bound is not None]
+                        self._inbox.wake_up.wait(min(known, default=None))
                     else:
                         self.turn()
                     late = seconds_to(deadline) == 0
@@ -226,7 +203,7 @@ class Loop:
                 logger.exception("the continuous batching loop died")
             self._status.record_fatal_error(error)
             self.keeps_engine = False
-            self.close(f"{type(error).__name__}: {error}")
+            self.close(engine.ranks.reason(error))
             if is_interrupt:
                 raise
         return self._driver is me
@@ -234,7 +211,16 @@ class Loop:
     def is_idle(self) -> bool:
         """Whether a turn would find nothing to do."""
         has_work = self.engine is not None and self.engine.has_work
-        return not (has_work or self._inbox.wake_up.is_set())
+        return not (has_work or self._inbox.wake_up.is_set() or self.rest == 0)
+
+    @property
+    def rest(self) -> float | None:
+        """Seconds until other ranks wait for a turn of this one; None if there are none."""
+        ranks = None if self.engine is None else self.engine.ranks
+        if ranks is None or ranks.size == 1:
+            return None
+        # rank 0 says when; the others wait for it inside their turns
+        return max(self._next_turn - monotonic(), 0.0) if ranks.leads else 0.0
 
     def turn(self) -> None:
         """Take in what came, let the engine step, deliver what came out; or end the run."""
@@ -242,15 +228,21 @@ class Loop:
         assert engine is not None
         # cleared before anything is read: what comes after that makes the next turn
         inbox.wake_up.clear()
-        if status.is_pause_requested():
+        self._next_turn = monotonic() + _HEARTBEAT
+        asked, pauses, has_news = engine.ranks.agree(
+            status.local_status, status.is_pause_requested(), not inbox.is_empty
+        )
+        status.adopt(asked)
+        if pauses:
             self._stand_still(engine)
-        self._take_in(engine)
-        if status.local_status == status.HARD_STOP:
+        if has_news:
+            self._take_in(engine)
+        if asked == status.HARD_STOP:
             self._stop_at_once(engine)
         elif engine.has_work:
             self._step(engine)
-        self._idle = not engine.has_work and inbox.requests.empty()
-        if self._idle and status.local_status != status.DONT_STOP:
+        self._idle = not engine.has_work and engine.ranks.all(inbox.requests.empty())
+        if self._idle and asked != status.DONT_STOP:
             self.close(NEVER_STARTED)
 
     def close(self, reason: str) -> None:
@@ -317,10 +309,11 @@ class Loop:
         Cancellations are read first: whatever they name was put before, so it is submitted by now.
         One that names a live request still on its way into the inbox is left for the next time.
         """
-        cancelled = _take_all(self._inbox.cancellations)
-        for requests in _take_all(self._inbox.requests):
-            for request in filter(self._router.holds, requests):
-                engine.submit(request)
+        cancelled = take_all(self._inbox.cancellations)
+        came = [each for requests in take_all(self._inbox.requests) for each in requests]
+        came, cancelled = engine.ranks.spread([*filter(self._router.holds, came)], cancelled)
+        for request in came:
+            engine.submit(request)
         for request_id in cancelled:
             ended = engine.cancel(request_id)
             self._fail(ended, CANCELLED)
@@ -342,11 +335,17 @@ class Loop:
             StreamedOutput.of(sequence) for sequence in landed.streamed
         ]
         outputs += [to_output(sequence) for sequence in landed.finished]
-        if outputs:
-            self._router.deliver_batch(outputs)
+        self._hand_out(outputs)
 
     def _fail(self, sequences: Iterable[Sequence], error: str) -> None:
-        self._router.deliver_batch([to_output(sequence, error) for sequence in sequences])
+        self._hand_out([to_output(sequence, error) for sequence in sequences])
+
+    def _hand_out(self, outputs: list[GenerationOutput]) -> None:
+        """Deliver outputs; ranks that take nothing in have those alone that were asked of them."""
+        if self.engine is not None and not self.engine.ranks.leads:
+            outputs = [each for each in outputs if self._router.is_live(each.request_id)]
+        if outputs:
+            self._router.deliver_batch(outputs)
 
 
 _threaded: "weakref.WeakSet[Loop]" = weakref.WeakSet()
@@ -360,8 +359,9 @@ def _background(find: "weakref.ref[Loop]", wake_up: threading.Event) -> None:
     if loop is None or not loop.become_driver(lambda: False):
         return
     while loop is not None and loop.drive(loop.is_idle):
+        rest = loop.rest
         loop = None
-        wake_up.wait()
+        wake_up.wait(rest)
         loop = find()
 
 
@@ -377,23 +377,3 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Let a thread raise, before its next instruction of Python."""
     ident = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
-
-
-def deadline_of(timeout: float | None) -> float | None:
-    """The instant that is `timeout` seconds from now; None is never."""
-    return None if timeout is None else monotonic() + timeout
-
-
-def seconds_to(deadline: float | None) -> float | None:
-    """Seconds left, 0 at least; None is for ever."""
-    return None if deadline is None else max(deadline - monotonic(), 0.0)
-
-
-def _take_all(source: "queue.Queue[T] | queue.SimpleQueue[T]") -> list[T]:
-    """Everything that is in a queue now."""
-    taken: list[T] = []
-    while True:
-        try:
-            taken.append(source.get_nowait())
-        except queue.Empty:
-            return taken

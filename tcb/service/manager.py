@@ -19,8 +19,9 @@ from tcb.options.generation import GenerationOptions
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.limits import WorkloadHints
 from tcb.planning.output import GenerationOutput
+from tcb.service.inbox import Inbox
 from tcb.service.intake import Intake, options_of, output_ids, read_settings
-from tcb.service.loop import Inbox, Loop
+from tcb.service.loop import Loop
 from tcb.service.outputs import OutputRouter
 from tcb.service.progress import progress
 from tcb.service.thread_status import BackgroundThreadStatus

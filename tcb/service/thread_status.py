@@ -35,8 +35,13 @@ class BackgroundThreadStatus:
 
     @property
     def tp_status(self) -> int:
-        """The stop status that all ranks agree on; there is one rank."""
+        """The stop status that all ranks agree on, once a step."""
         return self._status
+
+    def adopt(self, status: int) -> None:
+        """Take over what all ranks agree on, which is no less than what was asked for here."""
+        with self._changed:
+            self._status = max(self._status, status)
 
     def request_stop(self, status: int, global_rank: int = 0) -> None:
         """Ask the thread to stop: after all requests (FLUSH_AND_STOP), or at once (HARD_STOP)."""

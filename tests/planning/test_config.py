@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import os
 import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -210,3 +211,25 @@ def test_read_takes_the_config_of_the_installed_transformers():
     assert isinstance(config.decode_compile_config, transformers.CompileConfig)
     assert config.decode_compile_config is not other.decode_compile_config
     check(config)
+
+
+@pytest.mark.parametrize(
+    ("world", "before", "disables", "after"),
+    [
+        ("2", None, True, "0"),
+        ("2", "1", True, "1"),
+        ("2", None, False, None),
+        ("1", None, True, None),
+        (None, None, True, None),
+    ],
+)
+def test_graph_mixing_is_off_for_several_ranks_as_in_transformers(
+    monkeypatch, world, before, disables, after
+):
+    for name, value in (("WORLD_SIZE", world), ("NCCL_GRAPH_MIXING_SUPPORT", before)):
+        # set first, so that what the configuration sets is undone
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    ContinuousBatchingConfig(disable_nccl_graph_mixing=disables)
+    assert os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == after

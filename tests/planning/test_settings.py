@@ -153,8 +153,6 @@ LOGGED = {
     "default_compile_level": 1,
     "auto_switch_to_flash": None,
     "drop_unsupported_processors": None,
-    "disable_nccl_graph_mixing": None,
-    "cpu_group_timeout": 1.0,
     "use_default_compile_configs": True,
     "max_cached_graphs": 8,
 }
@@ -164,8 +162,6 @@ GRANTED = {
     "use_cuda_graph": (False, (False, False), [False, False]),
     "auto_switch_to_flash": (False,),
     "drop_unsupported_processors": (False,),
-    "disable_nccl_graph_mixing": (False,),
-    "cpu_group_timeout": (None,),
     "use_default_compile_configs": (False,),
 }
 

@@ -57,7 +57,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "varlen_compile_config": {"mode": "default"},
     "decode_compile_config": {"mode": "default"},
     "default_compile_level": 1,
-    "cpu_group_timeout": 5.0,
     "use_default_compile_configs": True,
     "max_cached_graphs": 4,
     "deterministic": "batch",

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from time import sleep
 
+from tcb.device.ranks import Ranks
 from tcb.engine import Engine
 from tcb.planning.groups import Layer, group_layers
 from tcb.planning.limits import Limits
@@ -82,6 +83,7 @@ class FakeEngine:
         self.weights = self._seen_weights = 0
         self.refreshes, self.closed = 0, False
         self.calls: list[int] = []
+        self.ranks = Ranks(None, None)
         type(self).built.append(self)
 
     @property
