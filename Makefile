@@ -14,7 +14,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
-.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks gpu bench figure lint types format clean
+.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks deep-families gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -69,14 +69,17 @@ archs-cuda: $(VENV)/.stamp
 archs-rocm: $(VENV)/.stamp
 	$(PYTEST) -m archs tests/kernels -k "not sm_"
 
-deep: $(VENV)/.stamp  ## the matrix of kernels in full, and make archs
-	@$(SIDE_BY_SIDE) deep-matrix deep-ranks archs-cuda archs-rocm
+deep: $(VENV)/.stamp  ## the matrix of kernels and the traced families in full, and make archs
+	@$(SIDE_BY_SIDE) deep-matrix deep-ranks deep-families archs-cuda archs-rocm
 
 deep-matrix: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/kernels
 
 deep-ranks: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/engine
+
+deep-families: $(VENV)/.stamp
+	$(PYTEST) -m deep tests/device
 
 # needs no network: an environment made here before is used, else the machine's own Python
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))

@@ -46,7 +46,7 @@ def build(name: str, *, seed: int = 0, **options) -> PreTrainedModel:
     return model
 
 
-def _standard(name: str, **options) -> Callable[[], PreTrainedModel]:
+def standard(name: str, **options) -> Callable[[], PreTrainedModel]:
     """A builder of a model with the usual names of sizes; None in `options` drops a name."""
     sizes = {key: value for key, value in {**SIZES, **options}.items() if value is not None}
     return lambda: build(name, **sizes)
@@ -112,13 +112,13 @@ def _opt() -> PreTrainedModel:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": _standard("LlamaForCausalLM", head_dim=8),
-    "qwen2": _standard("Qwen2ForCausalLM", head_dim=None),
-    "qwen3": _standard("Qwen3ForCausalLM"),
-    "qwen3_moe": _standard("Qwen3MoeForCausalLM", num_experts=4, **EXPERTS),
-    "mixtral": _standard("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
-    "mistral": _standard("MistralForCausalLM", sliding_window=WINDOW),
-    "gemma2": _standard(
+    "llama": standard("LlamaForCausalLM", head_dim=8),
+    "qwen2": standard("Qwen2ForCausalLM", head_dim=None),
+    "qwen3": standard("Qwen3ForCausalLM"),
+    "qwen3_moe": standard("Qwen3MoeForCausalLM", num_experts=4, **EXPERTS),
+    "mixtral": standard("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "mistral": standard("MistralForCausalLM", sliding_window=WINDOW),
+    "gemma2": standard(
         "Gemma2ForCausalLM",
         sliding_window=WINDOW,
         attn_logit_softcapping=4.0,
@@ -127,14 +127,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         query_pre_attn_scalar=10,
         tie_word_embeddings=False,
     ),
-    "gemma3": _standard(
+    "gemma3": standard(
         "Gemma3ForCausalLM",
         sliding_window=WINDOW,
         layer_types=_pattern("sliding", "sliding", "full"),
         tie_word_embeddings=False,
     ),
     "gemma3n": _gemma3n,
-    "gpt_oss": _standard(
+    "gpt_oss": standard(
         "GptOssForCausalLM",
         sliding_window=WINDOW,
         num_local_experts=4,
@@ -143,43 +143,43 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     # states no window to its attention: only its mask shows it
-    "phimoe": _standard(
+    "phimoe": standard(
         "PhimoeForCausalLM",
         head_dim=None,
         sliding_window=WINDOW,
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
-    "phi3": _standard("Phi3ForCausalLM", head_dim=None),
-    "olmo2": _standard("Olmo2ForCausalLM", head_dim=None),
-    "olmo3": _standard(
+    "phi3": standard("Phi3ForCausalLM", head_dim=None),
+    "olmo2": standard("Olmo2ForCausalLM", head_dim=None),
+    "olmo3": standard(
         "Olmo3ForCausalLM",
         head_dim=None,
         sliding_window=WINDOW,
         layer_types=_pattern("sliding", "sliding", "full"),
     ),
-    "cohere2": _standard(
+    "cohere2": standard(
         "Cohere2ForCausalLM",
         head_dim=None,
         sliding_window=WINDOW,
         layer_types=_pattern("sliding", "full", "sliding"),
     ),
-    "granite": _standard("GraniteForCausalLM", head_dim=None, attention_multiplier=0.3),
-    "smollm3": _standard("SmolLM3ForCausalLM", head_dim=None, no_rope_layers=[1, 0, 1]),
+    "granite": standard("GraniteForCausalLM", head_dim=None, attention_multiplier=0.3),
+    "smollm3": standard("SmolLM3ForCausalLM", head_dim=None, no_rope_layers=[1, 0, 1]),
     "gpt2": _gpt2,
-    "gpt_neox": _standard("GPTNeoXForCausalLM", head_dim=None, num_key_value_heads=None),
+    "gpt_neox": standard("GPTNeoXForCausalLM", head_dim=None, num_key_value_heads=None),
     "opt": _opt,
-    "starcoder2": _standard("Starcoder2ForCausalLM", head_dim=None, sliding_window=WINDOW),
-    "exaone4": _standard(
+    "starcoder2": standard("Starcoder2ForCausalLM", head_dim=None, sliding_window=WINDOW),
+    "exaone4": standard(
         "Exaone4ForCausalLM",
         head_dim=None,
         sliding_window=WINDOW,
         layer_types=_pattern("sliding", "full", "sliding"),
     ),
     "deepseek_v3": _deepseek_v3,
-    "glm": _standard("GlmForCausalLM"),
-    "glm4": _standard("Glm4ForCausalLM"),
-    "ministral": _standard(
+    "glm": standard("GlmForCausalLM"),
+    "glm4": standard("Glm4ForCausalLM"),
+    "ministral": standard(
         "MinistralForCausalLM",
         sliding_window=WINDOW,
         layer_types=_pattern("sliding", "full", "sliding"),
@@ -226,15 +226,15 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "mamba": _mamba,
     "t5": _t5,
     # does not hand keywords on to its attention
-    "stablelm": _standard("StableLmForCausalLM", head_dim=None, partial_rotary_factor=0.5),
-    "llama4": _standard(
+    "stablelm": standard("StableLmForCausalLM", head_dim=None, partial_rotary_factor=0.5),
+    "llama4": standard(
         "Llama4ForCausalLM",
         intermediate_size_mlp=64,
         num_local_experts=2,
         num_hidden_layers=4,
         attention_chunk_size=16,
     ),
-    "jamba": _standard(
+    "jamba": standard(
         "JambaForCausalLM",
         head_dim=None,
         attn_layer_period=2,
@@ -242,7 +242,7 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts=2,
         mamba_d_state=4,
     ),
-    "qwen3_next": _standard(
+    "qwen3_next": standard(
         "Qwen3NextForCausalLM",
         num_experts=4,
         shared_expert_intermediate_size=32,
@@ -253,10 +253,10 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         **EXPERTS,
     ),
-    "lfm2": _standard(
+    "lfm2": standard(
         "Lfm2ForCausalLM", head_dim=None, layer_types=["conv", "full_attention", "conv"]
     ),
-    "falcon_h1": _standard(
+    "falcon_h1": standard(
         "FalconH1ForCausalLM",
         mamba_d_ssm=32,
         mamba_n_heads=4,
@@ -264,5 +264,5 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
         mamba_d_state=8,
         mamba_n_groups=1,
     ),
-    "bert": _standard("BertLMHeadModel", head_dim=None, num_key_value_heads=None, is_decoder=False),
+    "bert": standard("BertLMHeadModel", head_dim=None, num_key_value_heads=None, is_decoder=False),
 }
