@@ -7,15 +7,14 @@ weights of each row; then one program a head merges the parts.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcb.kernels.contract import Decode
-from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, ceil_div, power_of_2, start
+from tcb.kernels.contract import MAX_SPLITS, Decode
+from tcb.kernels.gpu.launch import Cache, Launch, Rows, Width, ceil_div, start
 from tcb.kernels.gpu.tile import (
     Factors,
     Pages,
@@ -37,12 +36,9 @@ from tcb.kernels.gpu.tuning import (
     read_device,
 )
 
-
-class Split(NamedTuple):
-    """Constants: the most parts of a sequence, and the fewest tiles of a part."""
-
-    max_parts: int
-    min_tiles: int
+# partial results of a head that its merge looks at together; no power of two that is smaller holds
+# the most parts, whose number is no constant: it follows the sequences of a batch
+PARTS_BLOCK = tl.constexpr(MAX_SPLITS)
 
 
 def attend(problem: Decode) -> Tensor:
@@ -74,8 +70,8 @@ def plan_launches(facts: DeviceFacts, problem: Decode) -> Iterator[Launch]:
         min_tiles = ceil_div(MIN_PART_KEYS, tile.keys)
     else:
         splits, min_tiles = num_splits, 1
-    # at one split nothing is written to these
-    rows = sequences * heads if splits > 1 else 1
+    # at one split nothing is written to these; rows come in fours, so that each begins on 16 bytes
+    rows = 4 * ceil_div(sequences * heads, 4) if splits > 1 else 4
     part_total = query.new_empty(rows, splits, value_dim, dtype=torch.float32)
     parts = Softmax(part_total, *query.new_empty(2, rows, splits, dtype=torch.float32))
     sinks = query if options.sinks is None else options.sinks
@@ -84,11 +80,11 @@ def plan_launches(facts: DeviceFacts, problem: Decode) -> Iterator[Launch]:
     shared = {
         "VALUES": Width(value_dim, block_width(value_dim), value_cache.stride(1)),
         "BLOCK_N": tile.keys,
-        "SPLIT": Split(splits, min_tiles),
+        "MIN_TILES": min_tiles,
         "HAS": has,
     }
     records = Rows.of(query), Cache.of(key_cache), Cache.of(value_cache), Rows.of(out), parts
-    integers = block_table.shape[1], window, factors, block_table.stride(0)
+    integers = block_table.shape[1], splits, window, factors, block_table.stride(0)
     constants = {
         "KEYS": Width(dim, block_width(dim), key_cache.stride(1)),
         "KV_HEADS": kv_heads,
@@ -106,30 +102,37 @@ def plan_launches(facts: DeviceFacts, problem: Decode) -> Iterator[Launch]:
         yield Launch(
             merge_parts_kernel,
             sequences * heads,
-            (Rows.of(out), parts, seq_len, sinks, window),
-            shared | {"HEADS": heads, "PARTS_BLOCK": power_of_2(splits)},
+            (Rows.of(out), parts, seq_len, sinks, splits, window),
+            shared | {"HEADS": heads},
         )
 
 
 @triton.jit
-def plan_parts(seq_len, window, HAS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
+def plan_parts(
+    seq_len,
+    max_parts,
+    window,
+    HAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
     """Return (first visible key, first tile, end tile, tiles a part, parts) of one sequence.
 
-    What the window leaves, not the whole sequence, is cut into at most SPLIT.max_parts parts of
-    whole tiles, SPLIT.min_tiles or more; a sequence of nothing has one empty part.
+    What the window leaves, not the whole sequence, is cut into at most max_parts parts of whole
+    tiles, MIN_TILES or more; a sequence of nothing has one empty part.
     """
     first_key = tl.maximum(seq_len - window, 0) if HAS.window else 0
     first_tile = first_key // BLOCK_N
     end_tile = tl.cdiv(seq_len, BLOCK_N)
     tiles = end_tile - first_tile
-    tiles_per_part = tl.maximum(tl.cdiv(tiles, SPLIT.max_parts), SPLIT.min_tiles)
+    tiles_per_part = tl.maximum(tl.cdiv(tiles, max_parts), MIN_TILES)
     parts = tl.maximum(tl.cdiv(tiles, tiles_per_part), 1)
     return first_key, first_tile, end_tile, tiles_per_part, parts
 
 
 # the integers of a batch are parts of larger tensors, so their alignment is that of chance
 @triton.jit(
-    do_not_specialize=["columns", "window", "stride_table_sequence"],
+    do_not_specialize=["columns", "max_parts", "window", "stride_table_sequence"],
     do_not_specialize_on_alignment=["block_table_ptr", "seq_len_ptr"],
 )
 def paged_decode_kernel(
@@ -142,6 +145,7 @@ def paged_decode_kernel(
     seq_len_ptr,
     sinks_ptr,
     columns,
+    max_parts,
     window,
     factors: Factors,
     stride_table_sequence,
@@ -152,7 +156,7 @@ def paged_decode_kernel(
     PAGE_SIZE: tl.constexpr,
     HAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Attend from BLOCK_M heads of one key-value head to one part of a sequence.
@@ -165,11 +169,13 @@ def paged_decode_kernel(
     program = tl.program_id(0)
     head_block = program % HEAD_BLOCKS
     head = (program // HEAD_BLOCKS % KV_HEADS).to(tl.int64)
-    index = program // (HEAD_BLOCKS * KV_HEADS) % SPLIT.max_parts
-    sequence = (program // (HEAD_BLOCKS * KV_HEADS * SPLIT.max_parts)).to(tl.int64)
+    # unsigned: a signed division takes 35 more registers on sm_90
+    part_of_all = (program // (HEAD_BLOCKS * KV_HEADS)).to(tl.uint32)
+    index = (part_of_all % max_parts.to(tl.uint32)).to(tl.int32)
+    sequence = (part_of_all // max_parts.to(tl.uint32)).to(tl.int64)
     seq_len = tl.load(seq_len_ptr + sequence)
     first_key, first_tile, end_tile, tiles_per_part, parts = plan_parts(
-        seq_len, window, HAS, BLOCK_N, SPLIT
+        seq_len, max_parts, window, HAS, BLOCK_N, MIN_TILES
     )
     if index >= parts:
         return
@@ -214,25 +220,27 @@ def paged_decode_kernel(
         result = divide(total, row_sum).to(out.ptr.dtype.element_ty)
         tl.store(out_row[:, None] + column[None, :], result, mask=mask)
     else:
-        place = (sequence * (KV_HEADS * Q_PER_KV) + query_head) * SPLIT.max_parts + index
+        place = (sequence * (KV_HEADS * Q_PER_KV) + query_head) * max_parts + index
         tl.store(part.total + place[:, None] * VALUES.dim + column[None, :], total, mask=mask)
         tl.store(part.row_max + place, row_max, mask=inside)
         tl.store(part.row_sum + place, row_sum, mask=inside)
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_len_ptr"])
+@triton.jit(
+    do_not_specialize=["max_parts", "window"], do_not_specialize_on_alignment=["seq_len_ptr"]
+)
 def merge_parts_kernel(
     out: Rows,
     part: Softmax,
     seq_len_ptr,
     sinks_ptr,
+    max_parts,
     window,
     HEADS: tl.constexpr,
     VALUES: tl.constexpr,
     HAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    MIN_TILES: tl.constexpr,
 ):
     """Merge the parts of one head of one sequence into out, and count its sink, once.
 
@@ -243,10 +251,10 @@ def merge_parts_kernel(
     sequence = program // HEADS
     head = program % HEADS
     seq_len = tl.load(seq_len_ptr + sequence)
-    _, _, _, _, parts = plan_parts(seq_len, window, HAS, BLOCK_N, SPLIT)
+    _, _, _, _, parts = plan_parts(seq_len, max_parts, window, HAS, BLOCK_N, MIN_TILES)
     if parts == 1:
         return
-    first = program * SPLIT.max_parts
+    first = program * max_parts
     index = tl.arange(0, PARTS_BLOCK)
     part_max = tl.load(part.row_max + first + index, mask=index < parts, other=float("-inf"))
     top = tl.max(part_max, 0)
