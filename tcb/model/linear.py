@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tcb.model.products import Choice, choose, is_available, multiply, prepared_copy
 
 # elements of a weight below which a choice costs more than it saves
-_LARGE = 2**17
+_LARGE = 2**14
 # copies take at most this share of the memory that is free
 _SHARE = 0.5
 

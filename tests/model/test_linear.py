@@ -1,6 +1,7 @@
 """Large linear layers of a twin give what they gave, by the product that was chosen."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -111,7 +112,7 @@ def test_rows_have_their_own_product():
 def test_the_fastest_is_chosen_once_a_shape_and_dtype(fastest, monkeypatch):
     asked = []
 
-    def seconds(candidates, rows, weight, copy):
+    def seconds(candidates, rows, weight, copy, clock):
         asked.append((len(rows), weight.dtype))
         assert (AS_IT_LIES in candidates) == (weight.dtype is torch.float32)
         return {product: 1.0 - 0.5 * (product == fastest) for product in candidates}
@@ -129,6 +130,41 @@ def test_the_fastest_is_chosen_once_a_shape_and_dtype(fastest, monkeypatch):
     assert products.choose(weight.double()) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "threads", "processor", "clock", "chosen"),
+    [
+        (torch.float32, 2, (1.0, 1.0, 1.0), (3.0, 2.0, 1.0), PREPARED_COPY),
+        (torch.float32, 2, (1.0, 1.0, 1.0), (3.0, 2.0, 1.96), AS_IT_LIES),
+        (torch.float32, 2, (3.0, 1.0, 1.0), (1.0, 9.0, 8.0), PREPARED_COPY),
+        (torch.float32, 2, (1.0, 1.0, 3.0), (9.0, 9.5, 1.0), PLAIN),
+        (torch.bfloat16, 2, (5.0, 1.0), (1.0, 9.0), PREPARED_COPY),
+        (torch.bfloat16, 2, (1.5, 1.0), (1.0, 2.0), PLAIN),
+        (torch.bfloat16, 1, (1.5, 1.0), (1.0, 9.0), PREPARED_COPY),
+    ],
+)
+def test_waiting_for_a_processor_decides_nothing(
+    dtype, threads, processor, clock, chosen, monkeypatch
+):
+    """What is far behind by the processor's time of one thread is out, whatever the clock says."""
+    of = {time.thread_time: processor, time.perf_counter: clock}
+    order = (PLAIN, AS_IT_LIES, PREPARED_COPY) if len(clock) == 3 else (PLAIN, PREPARED_COPY)
+
+    def seconds(candidates, rows, weight, copy, by):
+        assert torch.get_num_threads() == (1 if by is time.thread_time else threads)
+        return {name: of[by][order.index(name)] for name in candidates}
+
+    monkeypatch.setattr(products, "_seconds", seconds)
+    monkeypatch.setattr(products, "_chosen", {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        choice = products.choose(torch.zeros(512, 512, dtype=dtype))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert set(choice.with_copy) == {chosen}
+
+
 def test_timing_is_bounded_by_the_work_of_a_product():
     asked = []
     weight = torch.randn(2**15, 1024)
@@ -137,7 +173,7 @@ def test_timing_is_bounded_by_the_work_of_a_product():
         patch.setattr(
             products,
             "_seconds",
-            lambda names, rows, weight, copy: (
+            lambda names, rows, weight, copy, clock: (
                 asked.append(len(rows) * weight.numel()) or dict.fromkeys(names, 1.0)
             ),
         )
@@ -152,6 +188,7 @@ def test_products_are_timed_for_real():
         torch.ones(2, 64),
         weight,
         products.prepared_copy(weight),
+        time.thread_time,
     )
     assert len(found) == 3 and all(0 < value < 10 for value in found.values())
 
