@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.lib import sim_plots
 from bench.lib.results import RESULTS, ROOT
 
 FIGURE = ROOT / "docs" / "serving.svg"
@@ -41,6 +42,9 @@ def main() -> None:
     if given.figure:
         name = next(name for name, result in read().items() if result.get("kind") == "sweep")
         draw(RESULTS / f"{name}.json", FIGURE)
+        source = RESULTS / "simulation-large.json"
+        for target, what in sim_plots.PICTURES.items() if source.exists() else ():
+            sim_plots.draw(source, target, what, origin(source))
     if given.write:
         for path, content in pages(read()).items():
             path.write_text(with_tables(path.read_text(), content))
@@ -138,6 +142,10 @@ def tables(results: dict[str, Result]) -> str:
         parts.append(_host(results["host"]))
     if "compile" in results:
         parts.append(_compile(results["compile"]))
+    if "simulation-check" in kinds:
+        parts.append(_simulation_check(kinds["simulation-check"]))
+    if "simulation" in kinds:
+        parts.append(_simulation(kinds["simulation"]))
     return "\n\n".join(parts)
 
 
@@ -296,6 +304,60 @@ def _compile(result: Result) -> str:
     facts = result["environment"]
     by = f"triton {facts['triton']}, {_commit(facts)}"
     return _markdown(header, rows) + f"\n\n[compile](../bench/results/compile.json): {by}"
+
+
+def _simulation(results: dict[str, Result]) -> str:
+    """One row a file, policy and number of machines."""
+    header = (
+        "simulated: model, machine, users, think time",
+        "machines",
+        "policy",
+        "tokens/s of one",
+        "first token, median and 95 %, s",
+        "between tokens, median and 95 %, ms",
+        "prefix hits",
+        "preemptions",
+    )
+    rows, files = [], []
+    for name, result in results.items():
+        title = (
+            f"{result['model']}, {result['machine']['name']}, {result['users']:,},"
+            f" {result['think_seconds']:.0f} s"
+        )
+        for policy, found in result["policies"].items():
+            for row in found:
+                first, between = row["time_to_first_token"], row["time_between_tokens"]
+                rows.append(
+                    (
+                        title,
+                        str(row["machines"]),
+                        policy,
+                        f"{row['tokens_per_second']:,.0f}",
+                        f"{first['p50']:.2f}, {first['p95']:.2f}",
+                        f"{1e3 * between['p50']:.0f}, {1e3 * between['p95']:.0f}",
+                        f"{row['prefix_hits']:.0%}",
+                        str(row["preemptions"]),
+                    )
+                )
+        files.append(_file(name, result))
+    return _markdown(header, rows) + "\n\n" + "\n\n".join(files)
+
+
+def _simulation_check(results: dict[str, Result]) -> str:
+    """One row a workload: what was predicted, and what was measured."""
+    header = ("simulated and served here", "predicted, s", "measured, s", "error", "file")
+    rows = [
+        (
+            "{} prompts of {}, {} new".format(*row["workload"]),
+            f"{row['predicted']:.2f}",
+            f"{row['measured']:.2f}",
+            f"{row['error']:+.0%}",
+            _file(name, result),
+        )
+        for name, result in results.items()
+        for row in result["rows"].values()
+    ]
+    return _markdown(header, rows)
 
 
 def _occupancy(launch: Result) -> str:
