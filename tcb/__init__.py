@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tcb.planning.output import GenerationOutput as GenerationOutput
     from tcb.planning.output import RequestStatus as RequestStatus
     from tcb.service.manager import ContinuousBatchingManager as ContinuousBatchingManager
+    from tcb.service.outlet import Stats as Stats
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _HOMES = {
     "uninstall": "tcb.api",
     "attach": "tcb.api",
     "ContinuousBatchingManager": "tcb.service.manager",
+    "Stats": "tcb.service.outlet",
     "ContinuousBatchingConfig": "tcb.planning.config",
     "WorkloadHints": "tcb.planning.limits",
     "GenerationOutput": "tcb.planning.output",

@@ -23,6 +23,7 @@ from tcb.options.processors import histories_of
 from tcb.planning.config import ContinuousBatchingConfig
 from tcb.planning.groups import group_layers
 from tcb.planning.limits import Limits, WorkloadHints, resolve, with_sizes
+from tcb.planning.meter import Meter
 from tcb.planning.packing import pack_batch
 from tcb.planning.plan import BatchPlan
 from tcb.planning.request import Request
@@ -72,6 +73,7 @@ class Engine:
             self._runner = Runner(prepared, groups, self.state.columns, self.limits, self.ranks)
         self._flying: deque[tuple[BatchPlan, InFlightBatch]] = deque()
         self._reads_history = False
+        self.meter = Meter()
 
     @property
     def has_work(self) -> bool:
@@ -178,6 +180,7 @@ class Engine:
         del self._runner
 
     def _launch(self, plan: BatchPlan) -> None:
+        self.meter.add(plan)
         packed = pack_batch(self.state, plan)
         found = map(self.state.find, plan.sample_seq_ids) if self._reads_history else ()
         histories = histories_of(found)
@@ -186,7 +189,9 @@ class Engine:
 
     def _land(self) -> StepOutput:
         plan, flight = self._flying.popleft()
+        began = perf_counter()
         tokens, logprobs = flight.land(self.ranks)
+        self.meter.wait_seconds += perf_counter() - began
         errors = {plan.sample_seq_ids[place]: text for place, text in flight.errors.items()}
         return apply_results(
             self.state, plan, SampledTokens(tokens, logprobs, errors), perf_counter()

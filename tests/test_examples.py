@@ -85,6 +85,19 @@ def test_streaming(example):
     assert lists(lines, "finished req_1") == [fact]
 
 
+def test_async_client(example):
+    model, tokenizer = example("models").load_model()
+    lines = run("async_client")
+    tokens = alone(model, tokenizer.encode("A haiku about the sea:"), 8)
+    assert lists(lines, "streamed") == [tokens[:n] for n in range(1, 9)]
+    questions = ("The capital of France is", "Two and two are")
+    assert lists(lines, "finished") == [
+        alone(model, tokenizer.encode(text), 4) for text in questions
+    ]
+    assert lines[-2] == "given up"
+    assert re.fullmatch(r"\d+ tokens decoded in \d+ steps", lines[-1])
+
+
 def test_rl_weights(example):
     model, tokenizer = example("models").load_model()
     training = example("rl_weights")

@@ -4,7 +4,8 @@ Temperature, top-k, top-p and min-p alone need none: the sampling kernel has the
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Tokens
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
 from tcb.options.own_code import OwnCode
-from tcb.planning.state import Sequence as Record
+from tcb.planning.state import Sequence
 
 # a sampled row's own processors and all its tokens so far, by the row's place among the samples
-Histories = Mapping[int, tuple[LogitsProcessorList, Sequence[int]]]
+Histories = Mapping[int, tuple[LogitsProcessorList, Tokens[int]]]
 
 _NOTHING_OF_ITS_OWN = OwnCode()
 # what `tcb.kernels.sample` does by itself
@@ -30,7 +31,7 @@ _NATIVE = (
 def build_processors(
     model: Any,
     config: GenerationConfig,
-    prompt: Sequence[int],
+    prompt: Tokens[int],
     max_new_tokens: int,
     eos: Iterable[int],
     device: torch.device | str | None = None,
@@ -70,8 +71,19 @@ def need_history(processors: LogitsProcessorList) -> bool:
     return any(type(processor) not in _NATIVE for processor in processors)
 
 
+def histories_of(sequences: Iterable[Sequence | None]) -> Histories:
+    """Processors and tokens of those samples whose requests bring processors of their own; a
+    sequence is None once it has ended.
+    """
+    return {
+        place: (sequence.request.processors, sequence.known())
+        for place, sequence in enumerate(sequences)
+        if sequence is not None and sequence.request.processors is not None
+    }
+
+
 def apply_history(
-    processors: LogitsProcessorList, input_ids: Sequence[int], scores: torch.Tensor
+    processors: LogitsProcessorList, input_ids: Tokens[int], scores: torch.Tensor
 ) -> torch.Tensor:
     """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating
     dtype) is unchanged.
@@ -87,15 +99,6 @@ def apply_history(
             f"accepted: {[1, *scores.shape]}"
         )
     return processed[0]
-
-
-def histories_of(samples: Iterable[Record | None]) -> Histories:
-    """Processors and tokens of the samples whose requests bring processors of their own."""
-    return {
-        place: (sequence.request.processors, sequence.known())
-        for place, sequence in enumerate(samples)
-        if sequence is not None and sequence.request.processors is not None
-    }
 
 
 def apply_histories(

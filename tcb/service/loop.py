@@ -276,8 +276,7 @@ class Loop:
         """Stop the background thread: after its step if that is short, else in the middle of it."""
         self._status.request_stop(self._status.HARD_STOP)
         self._inbox.wake_up.set()
-        thread = self.thread
-        if thread is None:
+        if (thread := self.thread) is None:
             return
         thread.join(_LAST_STEP)
         if thread.is_alive():
@@ -293,7 +292,9 @@ class Loop:
     def _step(self, engine: Engine) -> None:
         if self._idle:
             engine.refresh_weights()
+        began = monotonic()
         landed = engine.step()
+        engine.meter.add_seconds(monotonic() - began)
         self.num_steps += 1
         self._deliver(landed)
 

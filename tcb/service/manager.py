@@ -1,9 +1,8 @@
 """The service around one engine: submit, wait, cancel, pause, stop, start again."""
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from time import perf_counter
@@ -22,6 +21,7 @@ from tcb.planning.output import GenerationOutput
 from tcb.service.inbox import Inbox
 from tcb.service.intake import Intake, options_of, output_ids, read_settings
 from tcb.service.loop import Loop
+from tcb.service.outlet import Outlet
 from tcb.service.outputs import OutputRouter
 from tcb.service.progress import progress
 from tcb.service.thread_status import BackgroundThreadStatus
@@ -31,7 +31,7 @@ logger = logging.getLogger("ContinuousBatchingLogger")
 _DIFFERS = "the manager runs with settings that differ from these; stop it first"
 
 
-class ContinuousBatchingManager(TransformersManager):
+class ContinuousBatchingManager(Outlet, TransformersManager):
     """Continuous batching of one model; any thread may call any method.
 
     Args:
@@ -320,36 +320,6 @@ class ContinuousBatchingManager(TransformersManager):
     def cancel_request(self, request_id: str) -> None:
         """End a live request before its time: its output is FAILED, with the tokens it has."""
         self._inbox.cancel(request_id)
-
-    def get_result(
-        self, request_id: str | None = None, timeout: float | None = None
-    ) -> GenerationOutput | None:
-        """Take the next output, of this request if one is named; others' outputs stay.
-
-        None after `timeout` seconds, and at once if none can come: nothing runs or, without a
-        timeout, the named request is not live and its outputs have been taken.
-        """
-        return self._loop.take(request_id, timeout)
-
-    def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come; ends when the run has ended and every output was taken."""
-        while (output := self.get_result()) is not None:
-            yield output
-
-    def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
-        """Outputs of one request up to its last; none if it is not live and none is left."""
-        while (output := self.get_result(request_id)) is not None:
-            yield output
-            if output.is_finished():
-                return
-
-    def register_result_handler(
-        self, request_id: str, callback: Callable[[GenerationOutput], object]
-    ) -> None:
-        """Let the event loop that runs here call `callback` with the outputs of a request, those
-        that came already first; RuntimeError if none runs. A request may be added later.
-        """
-        self.output_router.register(request_id, callback, asyncio.get_running_loop())
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # a copied or stored model has no manager

@@ -212,6 +212,13 @@ class OutputRouter:
                 if request_id in self._awaited:
                     self._awaited[request_id] = False
 
+    def ignore(self, request_id: str) -> None:
+        """Nobody will take what is still to come of a live request, whoever was to have it."""
+        with self.changed:
+            self.unregister(request_id)
+            if request_id in self._live:
+                self._awaited[request_id] = False
+
     def is_live(self, request_id: str) -> bool:
         """Whether a last output of this id is still to come."""
         return request_id in self._live

@@ -14,6 +14,7 @@ from tcb.device.ranks import Ranks
 from tcb.engine import Engine
 from tcb.planning.groups import Layer, group_layers
 from tcb.planning.limits import Limits
+from tcb.planning.meter import Meter
 from tcb.planning.schedule import plan_batch
 from tcb.planning.state import (
     SampledTokens,
@@ -82,6 +83,7 @@ class FakeEngine:
         self.breaks: BaseException | None = None
         self.weights = self._seen_weights = 0
         self.refreshes, self.closed = 0, False
+        self.meter = Meter()
         self.calls: list[int] = []
         self.ranks = Ranks(None, None)
         type(self).built.append(self)
@@ -127,6 +129,7 @@ class FakeEngine:
         if self.breaks is not None:
             raise self.breaks
         plan = plan_batch(self.state, self.limits)
+        self.meter.add(plan)
         if plan.is_empty:
             return StepOutput((), ())
         apply_plan(self.state, plan, 1.0)
