@@ -137,10 +137,7 @@ class Engine:
 
     def drain(self) -> list[StepOutput]:
         """Land everything that flies."""
-        landed = []
-        while self._flying:
-            landed.append(self._land())
-        return landed
+        return [self._land() for _ in range(len(self._flying))]
 
     def refresh_weights(self) -> bool:
         """Look whether the model is still that of the cached keys and values; if not, or if that
@@ -182,16 +179,14 @@ class Engine:
     def _launch(self, plan: BatchPlan) -> None:
         self.meter.add(plan)
         packed = pack_batch(self.state, plan)
-        found = map(self.state.find, plan.sample_seq_ids) if self._reads_history else ()
-        histories = histories_of(found)
+        histories = histories_of(self.state, plan) if self._reads_history else {}
         apply_plan(self.state, plan, perf_counter())
         self._flying.append((plan, self._runner.launch(packed, histories)))
 
     def _land(self) -> StepOutput:
         plan, flight = self._flying.popleft()
-        began = perf_counter()
-        tokens, logprobs = flight.land(self.ranks)
-        self.meter.wait_seconds += perf_counter() - began
+        with self.meter.waiting():
+            tokens, logprobs = flight.land(self.ranks)
         errors = {plan.sample_seq_ids[place]: text for place, text in flight.errors.items()}
         return apply_results(
             self.state, plan, SampledTokens(tokens, logprobs, errors), perf_counter()

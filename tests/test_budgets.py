@@ -7,10 +7,10 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1560,
+    ("planning",): 1580,
     ("kernels",): 3070,
     ("options", "model", "device"): 2165,
-    ("engine", "compat", "service", "api", "the package"): 1740,
+    ("engine", "compat", "service", "api", "the package"): 1750,
     ("cli", "__main__"): 420,
 }
 # what a newcomer reads in an hour: from a request to the attention of a layer

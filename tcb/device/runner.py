@@ -91,16 +91,15 @@ class Runner:
 
     def _sample(self, logits: Tensor, batch: BatchTensors, histories: Histories) -> InFlightBatch:
         logits, errors = apply_histories(histories, logits)
-        row = batch.sample_row
         token, logprob = sample(
             logits,
             position=batch.positions[batch.sample_index],
             want_logprob=self._limits.return_logprobs,
-            **self.buffers.sampling.of(row),
+            **self.buffers.sampling.of(batch.sample_row),
         )
         self._ranks.take_over(token, logprob)
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
-        self.buffers.last_token[row] = token.clamp(min=0)
+        self.buffers.last_token[batch.sample_row] = token.clamp(min=0)
         return _send_home(token, logprob, errors)
 
 

@@ -4,8 +4,7 @@ Temperature, top-k, top-p and min-p alone need none: the sampling kernel has the
 """
 
 import copy
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
 from tcb.options.own_code import OwnCode
-from tcb.planning.state import Sequence
+from tcb.planning.plan import BatchPlan
+from tcb.planning.state import State
 
 # a sampled row's own processors and all its tokens so far, by the row's place among the samples
-Histories = Mapping[int, tuple[LogitsProcessorList, Tokens[int]]]
+Histories = Mapping[int, tuple[LogitsProcessorList, Sequence[int]]]
 
 _NOTHING_OF_ITS_OWN = OwnCode()
 # what `tcb.kernels.sample` does by itself
@@ -31,7 +31,7 @@ _NATIVE = (
 def build_processors(
     model: Any,
     config: GenerationConfig,
-    prompt: Tokens[int],
+    prompt: Sequence[int],
     max_new_tokens: int,
     eos: Iterable[int],
     device: torch.device | str | None = None,
@@ -71,10 +71,9 @@ def need_history(processors: LogitsProcessorList) -> bool:
     return any(type(processor) not in _NATIVE for processor in processors)
 
 
-def histories_of(sequences: Iterable[Sequence | None]) -> Histories:
-    """Processors and tokens of those samples whose requests bring processors of their own; a
-    sequence is None once it has ended.
-    """
+def histories_of(state: State, plan: BatchPlan) -> Histories:
+    """Processors and tokens of a plan's samples whose requests bring processors of their own."""
+    sequences = map(state.find, plan.sample_seq_ids)
     return {
         place: (sequence.request.processors, sequence.known())
         for place, sequence in enumerate(sequences)
@@ -83,7 +82,7 @@ def histories_of(sequences: Iterable[Sequence | None]) -> Histories:
 
 
 def apply_history(
-    processors: LogitsProcessorList, input_ids: Tokens[int], scores: torch.Tensor
+    processors: LogitsProcessorList, input_ids: Sequence[int], scores: torch.Tensor
 ) -> torch.Tensor:
     """The scores [vocab] fp32 of one request after its processors; `scores` [vocab] (any floating
     dtype) is unchanged.

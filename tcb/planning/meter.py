@@ -1,7 +1,10 @@
 """Counts what the batches of an engine do, in a few additions a step."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from tcb.planning.plan import BatchPlan
 
@@ -43,6 +46,13 @@ class Meter:
                 self.prefill_tokens += chunk.count
             if any(chunk.shared):
                 self.prefix_hit_tokens += chunk.start
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the body as spent waiting for the device."""
+        began = perf_counter()
+        yield
+        self.wait_seconds += perf_counter() - began
 
     def add_seconds(self, seconds: float) -> None:
         """Count the time of a step."""
