@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from operator import sub
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -154,7 +154,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     ordered = sorted(values)
     found = {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 95, 99)}
-    return {"mean": mean(ordered), **found}
+    return {"mean": fmean(ordered), **found}
 
 
 def simulate(

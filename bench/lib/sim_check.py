@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import tcb
-from bench.lib.arrivals import Asked, tokens_of
+from bench.lib.arrivals import Asked
 from bench.lib.results import describe, store
 from bench.lib.sim_cost import Cost, Machine, Shape
 from bench.simulate import Simulation, limits_for
@@ -61,23 +61,23 @@ def build() -> Any:
 
 def check(model: Any) -> dict[str, Any]:
     """The constants of this machine, and predicted beside measured seconds of each workload."""
-    shape = shape_of(model)
-    machine = calibrate(shape, {name: measure(model, w) for name, w in CALIBRATION.items()})
+    shape, seconds = shape_of(model), measure(model)
+    machine = calibrate(shape, {name: seconds[w] for name, w in CALIBRATION.items()})
     rows = {}
     for name, workload in PREDICTED.items():
-        predicted, measured = predict(shape, machine, workload), measure(model, workload)
+        predicted, measured = predict(shape, machine, workload), seconds[workload]
         rows[name] = {
             "workload": workload,
             "predicted": predicted,
             "measured": measured,
             "error": predicted / measured - 1,
         }
-    constants = {name: getattr(machine, name) for name in ("flops", "bandwidth", "host_sequence")}
-    environment = describe(torch.device("cpu"))
     return {
         "kind": "simulation-check",
-        "environment": environment,
-        "constants": constants,
+        "environment": describe(torch.device("cpu")),
+        "constants": {
+            name: getattr(machine, name) for name in ("flops", "bandwidth", "host_sequence")
+        },
         "rows": rows,
     }
 
@@ -101,27 +101,36 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def measure(model: Any, workload: Workload) -> float:
-    """Seconds that the package takes for a workload, the median of several rounds."""
-    count, length, new = workload
-    prompts = list(tokens_of([Asked(0.0, length, new)] * count))
-    # ids of the model, with nothing in common
-    prompts = [[(token * 7 + place) % 49152 for place, token in enumerate(p)] for p in prompts]
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        since = time.perf_counter()
-        tcb.generate_batch(
-            model,
-            prompts,
-            max_new_tokens=new,
-            do_sample=False,
-            continuous_batching_config={**SETTINGS, "allow_block_sharing": False},
-            persistent_manager=True,
-        )
-        seconds.append(time.perf_counter() - since)
+def measure(model: Any) -> dict[Workload, float]:
+    """Seconds that the package takes for each workload: the medians of rounds in which they take
+    turns, so that a machine that gets slower does so for all.
+    """
+    workloads = [*CALIBRATION.values(), *PREDICTED.values()]
+    seconds: dict[Workload, list[float]] = {workload: [] for workload in workloads}
+    _serve(model, workloads[0])
+    for _ in range(ROUNDS):
+        for workload in workloads:
+            seconds[workload].append(_serve(model, workload))
     tcb.destroy_cached_continuous_batching_manager(model)
-    # the first builds the engine
-    return statistics.median(seconds[1:])
+    return {workload: statistics.median(found) for workload, found in seconds.items()}
+
+
+def _serve(model: Any, workload: Workload) -> float:
+    """Seconds of one call; the first of all builds the engine too."""
+    count, length, new = workload
+    size = model.config.vocab_size
+    # ids of the model, with nothing in common
+    prompts = [[(7919 * row + 7 * place) % size for place in range(length)] for row in range(count)]
+    since = time.perf_counter()
+    tcb.generate_batch(
+        model,
+        prompts,
+        max_new_tokens=new,
+        do_sample=False,
+        continuous_batching_config={**SETTINGS, "allow_block_sharing": False},
+        persistent_manager=True,
+    )
+    return time.perf_counter() - since
 
 
 def predict(shape: Shape, machine: Machine, workload: Workload) -> float:

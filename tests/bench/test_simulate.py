@@ -11,6 +11,7 @@ from bench.lib.arrivals import Asked, from_trace, poisson, tokens_of
 from bench.lib.results import RESULTS
 from bench.lib.sim_cost import SHAPES, Cost, h200
 from tcb.planning.config import ContinuousBatchingConfig
+from tests.support.families import FAMILIES
 
 LLAMA, ONE = SHAPES["llama-8b"], h200(1)
 
@@ -184,3 +185,17 @@ def test_constants_are_found_again_from_what_they_make_workloads_take():
     for workload in sim_check.PREDICTED.values():
         expected = sim_check.predict(shape, machine, workload)
         assert sim_check.predict(shape, found, workload) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_check_serves_predicts_and_compares(monkeypatch):
+    monkeypatch.setattr(
+        sim_check, "CALIBRATION", {"one": (1, 4, 3), "many": (3, 4, 2), "long": (1, 30, 1)}
+    )
+    monkeypatch.setattr(sim_check, "PREDICTED", {"chat": (2, 5, 3)})
+    monkeypatch.setattr(sim_check, "ROUNDS", 1)
+    monkeypatch.setattr(sim_check, "SETTINGS", sim_check.SETTINGS | {"num_blocks": 64})
+    result = sim_check.check(FAMILIES["llama"]())
+    row = result["rows"]["chat"]
+    assert row["error"] == row["predicted"] / row["measured"] - 1
+    assert all(value > 0 for value in result["constants"].values())
+    assert "| 2 prompts of 5, 3 new |" in report.tables({"simulation-check": result})
