@@ -14,7 +14,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
-.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks deep-families gpu bench figure lint types format clean
+.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks deep-families release gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -80,6 +80,9 @@ deep-ranks: $(VENV)/.stamp
 
 deep-families: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/device
+
+release: $(VENV)/.stamp  ## build sdist and wheel, install the wheel alone, serve with it; a minute
+	$(PYTEST) -m release tests/test_release.py
 
 # needs no network: an environment made here before is used, else the machine's own Python
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
