@@ -137,5 +137,6 @@ class Buffers:
         for g, (table, most) in enumerate(zip(self._tables, self._max_columns, strict=True)):
             rows, count = table.shape
             if count < min(pages, most):
-                self._tables[g] = table.new_full((rows, min(max(2 * count, pages), most)), -1)
+                # of the kernels, none is compiled for a width that is a power of two
+                self._tables[g] = table.new_full((rows, 1 << (pages - 1).bit_length()), -1)
                 self._tables[g][:, :count] = table

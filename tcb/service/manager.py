@@ -25,6 +25,7 @@ from tcb.service.outlet import Outlet
 from tcb.service.outputs import OutputRouter
 from tcb.service.progress import progress
 from tcb.service.thread_status import BackgroundThreadStatus
+from tcb.service.warm_up import warm_up
 
 logger = logging.getLogger("ContinuousBatchingLogger")
 
@@ -90,8 +91,9 @@ class ContinuousBatchingManager(Outlet, TransformersManager):
         return self._loop.is_open
 
     def warmup(self) -> None:
-        """Allocate what the first batch needs, in the caller's thread."""
-        self.batch_processor, self.warmed_up = ProcessorView(self._engine()), True
+        """Allocate what the first batch needs and compile kernels, in the caller's thread."""
+        self.batch_processor = ProcessorView(self._engine())
+        self.warmed_up = self.is_running() or warm_up(self._engine())
 
     def start(self) -> None:
         """Start the background thread, a daemon. A run that is stopping is waited for."""
@@ -114,7 +116,7 @@ class ContinuousBatchingManager(Outlet, TransformersManager):
 
         Args:
             keep: keep memory and cached prefixes for the next call if any session wants that
-            warmup: allocate before anything runs
+            warmup: allocate and compile before anything runs
             block, timeout: wait for the end as `stop` does
             background: have a thread serve, even while nobody waits
         """
@@ -126,8 +128,7 @@ class ContinuousBatchingManager(Outlet, TransformersManager):
                 self._session_opened = True
             if background:
                 self._loop.start_thread()
-            elif keep:
-                # calls of other threads join this one
+            elif keep:  # calls of other threads join this one
                 self._loop.keeps_engine = True
                 self.settle()
             self._num_inside += 1
