@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
-from tcb.device.facts import can_be_deterministic
+from tcb.device.facts import cache_dtype, can_be_deterministic
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks
 from tcb.device.ranks import Ranks
@@ -60,7 +60,7 @@ class Runner:
         ranks: Ranks,
     ):
         self.prepared, self._limits, self._ranks, layers = prepared, limits, ranks, prepared.layers
-        dtype, device = layers.dtype, layers.device
+        dtype, device = cache_dtype(layers), layers.device
         with torch.inference_mode(False):
             self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)
             self.host = HostBlocks(limits.host_blocks, self.cache.pool)
