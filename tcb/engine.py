@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tcb.device.facts import read_facts
+from tcb.device.flight import InFlightBatch
 from tcb.device.mode import plain_mode
 from tcb.device.ranks import Ranks
-from tcb.device.runner import InFlightBatch, Runner
+from tcb.device.runner import Runner
 from tcb.model.parallel import tensor_parallel
 from tcb.model.prepared import prepare
 from tcb.model.probe import ModelLayers

@@ -7,9 +7,9 @@ from tests.test_house import FLOORS, PACKAGE, floor
 
 # most lines of code of neighbouring floors; docstrings, comments and blank lines are free
 BUDGETS = {
-    ("planning",): 1580,
+    ("planning",): 1635,
     ("kernels",): 3070,
-    ("options", "model", "device"): 2165,
+    ("options", "model", "device"): 2330,
     ("engine", "compat", "service", "api", "the package"): 1800,
     ("cli", "__main__"): 420,
 }

@@ -1,17 +1,15 @@
-"""Runs packed batches on the model: upload, block moves, forward pass, sampling, and the way home
-of the tokens.
-"""
+"""Runs packed batches on the model: upload, block moves, forward pass, sampling."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
+from tcb.device.compiled import compiled_calls
 from tcb.device.facts import cache_dtype, can_be_deterministic
+from tcb.device.flight import InFlightBatch, send_home
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks
 from tcb.device.ranks import Ranks
@@ -22,26 +20,6 @@ from tcb.options.processors import Histories, apply_histories
 from tcb.planning.groups import LayerGroup
 from tcb.planning.limits import Limits
 from tcb.planning.packing import PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightBatch:
-    """A launched batch. `land` waits for it and returns tokens and log-probabilities, one a
-    sample.
-    """
-
-    token: Tensor
-    logprob: Tensor | None
-    errors: dict[int, str]
-    event: Any
-
-    def land(self, ranks: Ranks) -> tuple[list[int], list[float] | None]:
-        """Tokens (-1: the sample failed) and log-probabilities if they were asked for; the host
-        waits here.
-        """
-        if self.event is not None:
-            ranks.wait_for(self.event)
-        return self.token.tolist(), None if self.logprob is None else self.logprob.tolist()
 
 
 class Runner:
@@ -61,6 +39,7 @@ class Runner:
     ):
         self.prepared, self._limits, self._ranks, layers = prepared, limits, ranks, prepared.layers
         dtype, device = cache_dtype(layers), layers.device
+        self._compiled = compiled_calls(limits.compilations)
         with torch.inference_mode(False):
             self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)
             self.host = HostBlocks(limits.host_blocks, self.cache.pool)
@@ -79,7 +58,9 @@ class Runner:
             batch = self.buffers.load(packed, 0 if self._deterministic else packed.num_decodes)
             if batch.copies:
                 copy_blocks(self.cache.pool, *batch.copies)
-            logits = call_model(
+            is_decoding = packed.num_decodes == batch.block_table[0].shape[0]
+            call = self._compiled[is_decoding] or call_model
+            logits = call(
                 self.prepared.twin,
                 batch.token_ids,
                 batch.positions,
@@ -100,14 +81,4 @@ class Runner:
         self._ranks.take_over(token, logprob)
         # a failed sample is -1; the row ends, but a batch may be launched before the host knows
         self.buffers.last_token[batch.sample_row] = token.clamp(min=0)
-        return _send_home(token, logprob, errors)
-
-
-def _send_home(token: Tensor, logprob: Tensor | None, errors: dict[int, str]) -> InFlightBatch:
-    if token.device.type == "cpu":
-        return InFlightBatch(token, logprob, errors, None)
-    home = token.to("cpu", non_blocking=True)
-    home_logprob = None if logprob is None else logprob.to("cpu", non_blocking=True)
-    event = torch.get_device_module(token.device).Event()
-    event.record()
-    return InFlightBatch(home, home_logprob, errors, event)
+        return send_home(token, logprob, errors)

@@ -57,21 +57,35 @@ def call_model(
     tensors or autocast, whatever the caller's thread is set to. Raises ValueError where the logits
     are of another shape: no causal language model.
     """
-    keep = {"logits_to_keep": sample_index} if keeps_logits else {}
     device = input_ids.device.type
+    tensors = input_ids, position_ids, sample_index
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-        output = twin(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            tcb_batch=batch,
-            **keep,
-        )
-        logits = output[0] if isinstance(output, tuple) else output.logits
-        rows = sample_index.shape[0] if keeps_logits else input_ids.shape[0]
-        if logits.dim() != 3 or logits.shape[1] != rows:
-            raise ValueError(f"logits are {list(logits.shape)}; accepted: [1, {rows}, vocabulary]")
-        return logits[0] if keeps_logits else logits[0, sample_index]
+        return forward(twin, *tensors, batch, keeps_logits=keeps_logits)
+
+
+def forward(
+    twin: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    sample_index: Tensor,
+    batch: object,
+    *,
+    keeps_logits: bool,
+) -> Tensor:
+    """What `call_model` does, in the modes that the thread is set to."""
+    keep = {"logits_to_keep": sample_index} if keeps_logits else {}
+    output = twin(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        tcb_batch=batch,
+        **keep,
+    )
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    rows = sample_index.shape[0] if keeps_logits else input_ids.shape[0]
+    if logits.dim() != 3 or logits.shape[1] != rows:
+        raise ValueError(f"logits are {list(logits.shape)}; accepted: [1, {rows}, vocabulary]")
+    return logits[0] if keeps_logits else logits[0, sample_index]
 
 
 def pack(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

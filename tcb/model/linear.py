@@ -10,6 +10,8 @@ the old twin with `drop_copies` before it makes new ones.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import count
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
@@ -23,6 +25,10 @@ _LARGE = 2**14
 # copies take at most this share of the memory that is free
 _SHARE = 0.5
 
+# the products of this process, as compiled programs name them
+_numbers = count()
+_by_number: "WeakValueDictionary[int, Product]" = WeakValueDictionary()
+
 
 class Product:
     """The forward of one linear layer: what `nn.Linear` returns, by the chosen product.
@@ -35,11 +41,15 @@ class Product:
         self._dtype = self.weight.dtype
         self._copy: Tensor | None = None
         self._source: tuple[int, int, int] | None = None
+        self._number = next(_numbers)
+        _by_number[self._number] = self
 
     def __call__(self, input: Tensor) -> Tensor:
         """The weight is looked at each time, as it may have been replaced."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
+        if torch.compiler.is_compiling():
+            return torch.ops.tcb.product.default(input, weight, bias, self._number)
         if not _is_served(input, weight, bias, self._dtype):
             return F.linear(input, weight, bias)
         rows = input.numel() // input.shape[-1]
@@ -62,6 +72,21 @@ class Product:
         """Multiply with this copy of the present weight; with None, with the weight as it lies."""
         self._copy = copy
         self._source = None if copy is None else _source(self.weight)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    return _by_number[number](rows)
+
+
+def _product_fake(rows: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+
+
+# compiled programs call the product of a layer as one operator
+_LIBRARY = torch.library.Library("tcb", "FRAGMENT")
+_LIBRARY.define("product(Tensor rows, Tensor weight, Tensor? bias, int number) -> Tensor")
+_LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("tcb::product", _product_fake, lib=_LIBRARY)
 
 
 def use_fast_products(twin: nn.Module) -> None:
@@ -128,7 +153,6 @@ def _is_served(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.d
         and rows.numel() > 0
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from tcb.planning.compile import compilations
 from tcb.planning.rules import BOOLEANS, SHARES, Rule, integers, none_or, numbers, words
 
 logger = logging.getLogger("ContinuousBatchingLogger")
@@ -19,7 +20,7 @@ logger = logging.getLogger("ContinuousBatchingLogger")
 # block ids, positions and context lengths are int32 on the device
 MAX_INT32 = 2**31 - 1
 
-_EAGER = "graphs and compilation are not part of this release; batches run eagerly"
+_EAGER = "graphs are not part of this release; batches run without"
 _WIDE = "block tables are always as wide as the longest sequence needs"
 _OWN_KERNELS = "attention always runs on the kernels of this package"
 _REFUSED = "what is not supported is refused by name, never dropped"
@@ -99,9 +100,15 @@ class ContinuousBatchingConfig:
     )
     q_padding_interval_size: int = setting(0, integers(0), ignored=_EAGER)
     kv_padding_interval_size: int = setting(0, integers(0), ignored=_EAGER)
-    varlen_compile_config: Any = setting(None, _COMPILE, ignored=_EAGER)
-    decode_compile_config: Any = setting(None, _COMPILE, ignored=_EAGER)
-    default_compile_level: int = setting(0, integers(0, 3), ignored=_EAGER)
+    varlen_compile_config: Any = setting(
+        None, _COMPILE, "`torch.compile` of batches with chunks; None: by the level"
+    )
+    decode_compile_config: Any = setting(
+        None, _COMPILE, "`torch.compile` of decoding batches; None: by the level"
+    )
+    default_compile_level: int = setting(
+        0, integers(0, 3), "0: none; 1: any size by one program; 2: tuned as well; 3: tuned by size"
+    )
     scheduler_type: str = setting(
         "fifo", words("fifo", "prefill_first"), "which running requests a batch serves first"
     )
@@ -136,7 +143,7 @@ class ContinuousBatchingConfig:
         300.0, none_or(_SECONDS), "seconds to wait for another rank; None: torch's default"
     )
     use_default_compile_configs: bool | None = setting(
-        None, none_or(BOOLEANS), ignored=_EAGER, granted=(False,)
+        None, none_or(BOOLEANS), "old name: True is level 3, False level 0"
     )
     max_cached_graphs: int | None = setting(None, none_or(integers(0)), ignored=_EAGER)
     block_size: int | None = setting(None, none_or(integers(4, MAX_INT32)), "old name of page_size")
@@ -221,6 +228,7 @@ def check(config: Any) -> None:
         if not rule.is_in_range(value):
             raise ValueError(shown)
     _check_page_size(config)
+    compilations(config)
     for name, reason in NO_EFFECT.items():
         value, one = getattr(config, name), _SETTINGS[name]
         if value != one.default and value not in one.metadata["granted"]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
+from tcb.planning.compile import Compilation, compilations
 from tcb.planning.config import MAX_INT32, ContinuousBatchingConfig, check
 from tcb.planning.groups import LayerGroup, block_elements, num_columns, pages_needed
 from tcb.planning.request import Request
@@ -87,6 +88,7 @@ class Limits:
     return_logprobs     whether the log-probabilities of sampled tokens are wanted
     deterministic       whether the bits of attention must not depend on batch and chunks
     max_positions       positions that the model can take; None: no such end
+    compilations        how mixed and decoding batches are compiled; None: they are not
     """
 
     page_size: int
@@ -102,6 +104,7 @@ class Limits:
     return_logprobs: bool
     deterministic: bool = False
     max_positions: int | None = None
+    compilations: tuple[Compilation | None, Compilation | None] = (None, None)
 
     @property
     def what_allows_more(self) -> str:
@@ -185,6 +188,7 @@ def resolve(config: ContinuousBatchingConfig, facts: Facts) -> Limits:
         max_positions=facts.max_positions,
         return_logprobs=config.return_logprobs,
         deterministic=config.deterministic == "batch",
+        compilations=compilations(config),
     )
 
 

@@ -148,12 +148,8 @@ LOGGED = {
     "use_cuda_graph": (True, False),
     "q_padding_interval_size": 64,
     "kv_padding_interval_size": 64,
-    "varlen_compile_config": {"mode": "default"},
-    "decode_compile_config": CompileConfig(),
-    "default_compile_level": 1,
     "auto_switch_to_flash": None,
     "drop_unsupported_processors": None,
-    "use_default_compile_configs": True,
     "max_cached_graphs": 8,
 }
 
@@ -162,7 +158,6 @@ GRANTED = {
     "use_cuda_graph": (False, (False, False), [False, False]),
     "auto_switch_to_flash": (False,),
     "drop_unsupported_processors": (False,),
-    "use_default_compile_configs": (False,),
 }
 
 
