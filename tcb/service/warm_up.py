@@ -12,6 +12,7 @@ from time import perf_counter
 
 from tcb.engine import Engine
 from tcb.planning.limits import Limits
+from tcb.planning.meter import Meter
 from tcb.planning.request import Request
 from tcb.planning.state import new_state
 
@@ -43,8 +44,11 @@ def warm_up(engine: Engine) -> bool:
 
 
 def rehearse(engine: Engine) -> None:
-    """Run every wave to its end in a state of its own; the engine's is as it was afterwards."""
-    own = engine.state
+    """Run every wave to its end in a state of its own; the engine's state and its meter are as they
+    were afterwards.
+    """
+    own, meter = engine.state, engine.meter
+    engine.meter = Meter()
     try:
         for wave in waves(engine.limits):
             engine.state = new_state(own.groups, engine.limits)
@@ -53,7 +57,7 @@ def rehearse(engine: Engine) -> None:
         engine.fail_all()
         raise
     finally:
-        engine.state = own
+        engine.state, engine.meter = own, meter
 
 
 def waves(limits: Limits) -> list[Wave]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tcb.planning.meter import Meter
 from tcb.planning.request import Request
 from tcb.service import warm_up as module
 from tcb.service.warm_up import rehearse, warm_up
@@ -46,6 +47,7 @@ def test_what_a_rehearsal_leaves_is_not_seen(family):
     model = FAMILIES[family]()
     engine = new_engine(model, **SETTINGS)
     rehearse(engine)
+    assert engine.meter == Meter()
     prompts = prompts_of([3, 90, 17], seed=1)
     for i, prompt in enumerate(prompts):
         engine.submit(Request(str(i), tuple(prompt), 5))

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import sleep
+from types import SimpleNamespace
+
+import torch
 
 from tcb.device.ranks import Ranks
 from tcb.engine import Engine
@@ -72,6 +75,7 @@ class FakeEngine:
 
     def __init__(self, model, options, config, hints=None):
         self.model, self.options, self.config, self.hints = model, options, config, hints
+        self.layers = SimpleNamespace(device=torch.device("cpu"))
         page_size = LIMITS.page_size if config.page_size == 256 else config.page_size
         share = config.allow_block_sharing
         self.limits = replace(LIMITS, share_prefixes=share, page_size=page_size)
