@@ -65,13 +65,9 @@ class PagedBatch:
         query       [tokens, heads, dim]
         key, value  [tokens, kv_heads, dim | value_dim]     sinks  [heads] or None
 
-        Returns [tokens, heads, value_dim] in the dtype of the query; writes the layer's cache.
+        Returns [tokens, heads, value_dim]; writes the layer's cache.
         """
         paged, batch = self._layers[layer], self._batch
-        dtype, kept = query.dtype, paged.caches[0].dtype
-        if dtype is not kept:
-            # pages in fp32, which torch operations multiply and sum in: one rounding, of the result
-            query, key, value = query.to(kept), key.to(kept), value.to(kept)
         table, n = batch.block_table[paged.group], batch.decode_end.shape[0]
         write_kv(key, value, *paged.caches, batch.slot[paged.group])
         out = query.new_empty((*query.shape[:2], value.shape[2]))
@@ -89,7 +85,7 @@ class PagedBatch:
                 work_list=self._list_work(paged, query, value),
                 **paged.options,
             )
-        return out if dtype is kept else out.to(dtype)
+        return out
 
     def _list_work(self, layer: PagedLayer, query: Tensor, value: Tensor) -> WorkList | None:
         """The work list of the batch's chunks, made by the first layer of a group that asks."""

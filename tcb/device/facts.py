@@ -41,7 +41,7 @@ def read_facts(
         device_type=layers.device.type,
         free_memory=free_memory(layers.device),
         host_memory=host_memory,
-        element_size=cache_dtype(layers).itemsize,
+        element_size=layers.dtype.itemsize,
         groups=tuple(groups),
         hidden_size=hidden_size,
         vocab_size=layers.vocab_size,
@@ -65,16 +65,6 @@ def free_memory(device: torch.device) -> int:
         return psutil.virtual_memory().available
     free, _ = module.mem_get_info(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device)
-
-
-def cache_dtype(layers: ModelLayers) -> torch.dtype:
-    """What keys and values are kept in: the model's dtype, or fp32 where torch operations attend.
-
-    These multiply and sum in fp32: else every page is cast anew at every step that reads it.
-    """
-    if layers.dtype.itemsize >= 4 or use_triton(torch.empty(0, device=layers.device)):
-        return layers.dtype
-    return torch.float32
 
 
 def can_be_deterministic(pool: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tcb.device.attention import PagedBatch, paged_layers
 from tcb.device.buffers import BatchTensors, Buffers
 from tcb.device.compiled import compiled_calls
-from tcb.device.facts import cache_dtype, can_be_deterministic
+from tcb.device.facts import can_be_deterministic
 from tcb.device.flight import InFlightBatch, send_home
 from tcb.device.kv_cache import KVCache
 from tcb.device.offload import HostBlocks
@@ -38,7 +38,7 @@ class Runner:
         ranks: Ranks,
     ):
         self.prepared, self._limits, self._ranks, layers = prepared, limits, ranks, prepared.layers
-        dtype, device = cache_dtype(layers), layers.device
+        dtype, device = layers.dtype, layers.device
         self._compiled = compiled_calls(limits.compilations)
         with torch.inference_mode(False):
             self.cache = KVCache(groups, limits.page_size, limits.num_blocks, dtype, device)

@@ -46,7 +46,7 @@ class Facts:
     device_type         "cpu", "cuda", "xpu", "mps"
     free_memory         bytes free on the device once the model is there
     host_memory         bytes available in host memory; None: unknown
-    element_size        bytes of one element of keys and values; activations take no more
+    element_size        bytes of one element of keys, values and activations
     groups              layer groups, from `group_layers`
     intermediate_size   width of the MLP; of all experts of one token together
     max_positions       positions that the model can take at all, as with a learned position table;

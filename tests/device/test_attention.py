@@ -6,12 +6,9 @@ import logging
 from functools import partial
 
 import pytest
-import torch
 
 from tcb.device import attention
-from tcb.device.facts import read_facts
 from tcb.kernels.dispatch import is_interpreting
-from tcb.planning.limits import WorkloadHints
 from tests.conftest import INTERPRETED
 from tests.support.families import FAMILIES
 from tests.support.reference import alone, new_engine, prompts_of, serve
@@ -70,43 +67,3 @@ def test_torch_operations_are_not_deterministic_and_say_so(monkeypatch, calls, c
     (message,) = caplog.messages
     assert message.startswith("deterministic has no effect: torch operations attend on a CPU")
     assert calls["paged_decode"] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_models_keep_pages_that_torch_operations_read_as_they_lie(dtype, monkeypatch):
-    model = FAMILIES["llama"]().to(dtype)
-    engine = new_engine(model, **SETTINGS)
-    assert engine._runner.cache.pool.dtype is torch.float32
-    results = []
-    attend = attention.PagedBatch.attend
-
-    def record(batch, layer, query, *rest):
-        result = attend(batch, layer, query, *rest)
-        results.append((result.dtype, result.shape[:2] == query.shape[:2]))
-        return result
-
-    monkeypatch.setattr(attention.PagedBatch, "attend", record)
-    serve(engine, PROMPTS, 3)
-    assert set(results) == {(dtype, True)}
-
-
-def test_a_block_is_sized_by_what_its_pages_are_kept_in():
-    wide, half = FAMILIES["llama"](), FAMILIES["llama"]().to(torch.bfloat16)
-    settings = {"page_size": 8, "max_batch_tokens": 16}
-    pools = [
-        new_engine(model, num_blocks=16, **settings)._runner.cache.pool for model in (wide, half)
-    ]
-    assert pools[0].nbytes == pools[1].nbytes
-    facts = [
-        read_facts(
-            model, engine.layers, engine.state.groups, engine.options, WorkloadHints()
-        ).element_size
-        for model in (wide, half)
-        for engine in [new_engine(model, num_blocks=16, **settings)]
-    ]
-    assert facts == [4, 4]
-
-
-def test_triton_reads_half_pages_in_their_own_dtype(on_triton):
-    engine = new_engine(FAMILIES["llama"]().to(torch.bfloat16), **SETTINGS)
-    assert engine._runner.cache.pool.dtype is torch.bfloat16
