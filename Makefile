@@ -14,7 +14,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix test-kernels test-engine test-rest compat compat-device compat-engine
-.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-ranks deep-families release gpu bench figure lint types format clean
+.PHONY: mutants mutants-kernels mutants-rest archs archs-cuda archs-rocm deep deep-matrix deep-engine deep-families release gpu bench figure lint types format clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -70,12 +70,12 @@ archs-rocm: $(VENV)/.stamp
 	$(PYTEST) -m archs tests/kernels -k "not sm_"
 
 deep: $(VENV)/.stamp  ## the matrix of kernels and the traced families in full, and make archs
-	@$(SIDE_BY_SIDE) deep-matrix deep-ranks deep-families archs-cuda archs-rocm
+	@$(SIDE_BY_SIDE) deep-matrix deep-engine deep-families archs-cuda archs-rocm
 
 deep-matrix: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/kernels
 
-deep-ranks: $(VENV)/.stamp
+deep-engine: $(VENV)/.stamp
 	$(PYTEST) -m deep tests/engine
 
 deep-families: $(VENV)/.stamp

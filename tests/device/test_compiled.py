@@ -93,6 +93,7 @@ def test_new_weights_are_seen():
     assert serve(engine, PROMPTS, NEW) == now != before
 
 
+@pytest.mark.deep
 def test_engines_share_no_programs():
     backends = Counting(), Counting()
     for backend in backends:

@@ -15,7 +15,8 @@ NEW_TOKENS = 6
 PAGE_SIZE = 8
 # full, sliding, hybrid, soft-capped hybrid, hybrid with sinks, latent attention (values narrower
 # than keys)
-KINDS = ["llama", "mistral", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"]
+DAILY, MORE = ["llama", "gemma3", "deepseek_v3"], ["mistral", "gemma2", "gpt_oss"]
+KINDS = [*DAILY, *(pytest.param(name, marks=pytest.mark.deep) for name in MORE)]
 
 
 @pytest.fixture(autouse=True)
