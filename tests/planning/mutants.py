@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "the last page of an answer is not found",
         "state.py",
-        "if len(generated) > sequence.hash_next_at:",
-        "if request.max_new_tokens > len(generated) > sequence.hash_next_at:",
+        "if count > sequence.hash_next_at:",
+        "if request.max_new_tokens > count > sequence.hash_next_at:",
     ),
     Mutant(
         "a token in flight is counted for ever",
