@@ -43,10 +43,17 @@ class OwnCode:
         return dataclasses.replace(self, **given)
 
     def copy_of(self, items: Sequence[Callable] | None) -> list[Callable]:
-        """A request's own copy of some of these; models and the tokenizer in them are shared."""
+        """A request's own copy of some of these; models and the tokenizer in them are shared.
+
+        Raises ValueError naming what cannot be copied.
+        """
         shared = {id(item): item for item in _modules_in(items or ())}
         shared[id(self.tokenizer)] = self.tokenizer
-        return copy.deepcopy(list(items or ()), shared)
+        try:
+            return copy.deepcopy(list(items or ()), shared)
+        except Exception as error:
+            names = [type(item).__name__ for item in items or ()]
+            raise ValueError(f"{names} cannot be copied for each request: {error}") from error
 
 
 OWN_CODE = tuple(each.name for each in dataclasses.fields(OwnCode))

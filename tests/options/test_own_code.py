@@ -1,5 +1,6 @@
 """What callers bring that runs between two tokens gives the tokens of `model.generate`."""
 
+import threading
 import time
 
 import pytest
@@ -170,6 +171,24 @@ def test_criteria_end_where_generate_does(model, depth):
         assert [output.generated_tokens for output in found] == expected
         # what was handed in is not written
         assert all(each.left in (3, 9) for each in given if isinstance(each, After))
+
+
+class Locked(After):
+    """Holds what cannot be copied."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("name", ["stopping_criteria", "logits_processor"])
+def test_what_cannot_be_copied_is_refused_by_name(model, name):
+    options = {name: [Locked()]}
+    with pytest.raises(ValueError, match=r"Locked.* cannot be copied for each request: .*lock"):
+        raise ValueError(batch(model, PROMPTS, **options)[0].error)
+    manager = tcb.init_continuous_batching(model, None, dict(SETTINGS))
+    with pytest.raises(ValueError, match="cannot be copied for each request"):
+        manager.add_request(PROMPTS[0], **options)
 
 
 def test_a_criterion_that_raises_ends_its_request_alone(model):
