@@ -4,14 +4,17 @@ A line of the input is an object with one of "prompt" (a text), "messages" (a ch
 and may have an "id" and "options" of its own ({"max_new_tokens": 8, "temperature": 0.7}). A line of
 the output has "id", "text", "tokens" and "finish_reason" ("stop", "length" or "error", with the
 "error"). Lines come in the order of the input. Ids that the output file holds already are left out,
-so a run that was interrupted goes on where it ended; failed ones are tried again.
+so a run that was interrupted goes on where it ended; failed ones are tried again. With --seed the
+draws of a prompt follow from the seed and its id, whatever else is in the run.
 """
 
 import argparse
 import json
+import queue
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Generate and write; 0 if no prompt failed, else 1."""
     settings = read_settings(given)
-    if given.seed is not None:
-        settings.seed = given.seed
     prompts = _read_prompts(given)
     done = _ids_done(given.output)
     left = [prompt for prompt in prompts if prompt.id not in done]
@@ -56,7 +57,7 @@ def run(given: argparse.Namespace) -> int:
         write = stack.enter_context(_writer(given.output))
         count = stack.enter_context(_progress(len(left), not given.quiet))
         num_failed = 0
-        for record in generate(model, tokenizer, left, _options(given), settings):
+        for record in generate(model, tokenizer, left, _options(given), settings, given.seed):
             write(record)
             num_failed += record["finish_reason"] == "error"
             count()
@@ -66,7 +67,12 @@ def run(given: argparse.Namespace) -> int:
 
 
 def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: dict[str, Any], settings: Any
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    options: dict[str, Any],
+    settings: Any,
+    seed: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The records of the output, in the order of the prompts, each as soon as those before it are
     there. Raises Fault for options, settings and models that cannot be served.
@@ -80,35 +86,50 @@ def generate(
     except (ValueError, TypeError, MemoryError) as error:
         raise Fault(str(error)) from error
     with manager.session():
-        submitted = [_submit(manager, tokenizer, prompt) for prompt in prompts]
-        for prompt, name in zip(prompts, submitted, strict=True):
-            if isinstance(name, ValueError | TypeError):
-                yield _failed(prompt, str(name))
+        submitted = [_submit(manager, tokenizer, prompt, seed) for prompt in prompts]
+        for prompt, found in zip(prompts, submitted, strict=True):
+            if isinstance(found, ValueError | TypeError):
+                yield _failed(prompt, str(found))
             else:
-                output = manager.get_result(name)
-                most = prompt.options.get("max_new_tokens", options["max_new_tokens"])
-                yield _record(prompt, output, tokenizer, read.eos, most)
+                name, asked = found
+                yield _record(prompt, manager.get_result(name), tokenizer, asked)
 
 
-def _submit(manager: Any, tokenizer: Any, prompt: Prompt) -> Any:
-    """The id of a prompt's request, or the error that refuses it."""
+def _submit(manager: Any, tokenizer: Any, prompt: Prompt, seed: int | None) -> Any:
+    """The id of a prompt's request and its options, or the error that refuses it."""
+    own = {name: value for name, value in prompt.options.items() if value is not None}
+    if seed is not None:
+        own.setdefault("seed", _seed_of(seed, prompt.id))
     try:
-        return manager.add_request(encode(prompt, tokenizer), **prompt.options)
+        # names what is no option, so that no argument of `add_request` passes for one
+        asked = manager.options.override(**own)
+        tokens = encode(prompt, tokenizer)
+        while True:
+            try:
+                return manager.add_request(tokens, **own), asked
+            except queue.Full:
+                # the batches in between made no room yet
+                continue
     except (ValueError, TypeError) as error:
         return error
 
 
-def _record(
-    prompt: Prompt, output: Any, tokenizer: Any, ends: Collection[int], most: int
-) -> dict[str, Any]:
+def _seed_of(seed: int, name: str) -> int:
+    """The seed of a prompt: the same in whatever run its id comes."""
+    digest = blake2b(repr((seed, name)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _record(prompt: Prompt, output: Any, tokenizer: Any, asked: Any) -> dict[str, Any]:
     if output is None or output.error is not None:
         return _failed(prompt, "the run has ended" if output is None else output.error)
     tokens = output.generated_tokens
+    is_cut = len(tokens) >= asked.max_new_tokens and tokens[-1] not in asked.eos
     return {
         "id": prompt.id,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
-        "finish_reason": "length" if len(tokens) >= most and tokens[-1] not in ends else "stop",
+        "finish_reason": "length" if is_cut else "stop",
     }
 
 
@@ -133,20 +154,28 @@ def _read_prompts(given: argparse.Namespace) -> list[Prompt]:
             Prompt(f"line-{number}", text, "prompt", {})
             for number, text in enumerate(given.prompt, 1)
         ]
-    if given.input == "-":
-        return list(read_lines(sys.stdin, "standard input"))
     try:
+        if given.input == "-":
+            return list(read_lines(sys.stdin, "standard input"))
         with Path(given.input).open(encoding="utf-8") as file:
             return list(read_lines(file, given.input))
     except OSError as error:
         raise Fault(f"--input {given.input}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Fault(f"--input {given.input}: {error}; accepted: UTF-8") from error
 
 
 def _ids_done(path: str | None) -> set[str]:
     """The ids of the output file whose prompts did not fail; of a line cut off nothing is kept."""
     if path is None or not Path(path).exists():
         return set()
-    lines = Path(path).read_text("utf-8").splitlines(keepends=True)
+    # a line that was cut off may end within a character; what ends a line is a newline alone
+    form: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
+    try:
+        with Path(path).open(**form) as file:
+            lines = list(file)
+    except OSError as error:
+        raise Fault(f"--output {path}: {error.strerror}") from error
     kept, done = [], set()
     for line in lines:
         try:
@@ -159,9 +188,9 @@ def _ids_done(path: str | None) -> set[str]:
         if not failed:
             kept.append(line if line.endswith("\n") else line + "\n")
             done.add(name)
-    if len(kept) < len(lines):
+    if kept != lines:
         partial = Path(f"{path}.partial")
-        partial.write_text("".join(kept), "utf-8")
+        partial.write_text("".join(kept), **form)
         partial.replace(path)
     return done
 

@@ -157,6 +157,60 @@ def test_a_run_goes_on_where_it_ended(capsys, folder, tmp_path):
     assert code == 0 and "6 of 6" in err and part.read_text("utf-8") == expected
 
 
+@pytest.mark.parametrize("end", ["\n", "", "cut"])
+def test_only_a_newline_ends_a_line_of_the_output(capsys, folder, tmp_path, end):
+    lines = [{"id": f"{n}\u2028\x85é", "prompt": "abc"} for n in range(2)]
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    arguments = ("--input", source, "--output", output, "--max-new-tokens", 2)
+    assert generate(capsys, folder, *arguments)[0] == 0
+    whole = output.read_bytes()
+    first, second, rest = whole.split(b"\n")
+    assert not rest and "é".encode() in second
+    # the second line is missing, or cut within the character; the first has its newline or not
+    cut = second[: second.index("é".encode()) + 1]
+    output.write_bytes(first + (b"\n" + cut if end == "cut" else end.encode()))
+    code, _, err = generate(capsys, folder, *arguments)
+    assert code == 0 and "1 of 2 are done already" in err
+    assert output.read_bytes() == whole
+
+
+def test_draws_follow_from_the_seed_and_the_id(capsys, folder, tmp_path):
+    lines = [{"id": str(n), "prompt": "abc"} for n in range(3)]
+    lines[1]["options"] = {"max_new_tokens": 0}
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    draws = ("--temperature", 1.5, "--seed", 3, "--max-new-tokens", 12)
+    code, out, _ = generate(capsys, folder, "--input", source, *draws)
+    one, failed, two = records(out)
+    assert code == 1 and failed["finish_reason"] == "error" and one["tokens"] != two["tokens"]
+    output.write_text(json.dumps(one) + "\n", "utf-8")
+    generate(capsys, folder, "--input", source, "--output", output, *draws)
+    assert records(output.read_text("utf-8")) == [one, failed, two]
+
+
+def test_options_of_a_line_are_those_of_a_request(capsys, folder, tmp_path):
+    (token,) = alone([0], max_new_tokens=1)
+    source = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "a", "options": {"max_new_tokens": None}},
+        {"prompt": "a", "options": {"streaming": True}},
+        {"prompt": "a", "options": {"eos_token_id": token, "max_new_tokens": 1}},
+    )
+    code, out, _ = generate(capsys, folder, "--input", source, "--max-new-tokens", 3)
+    default, streaming, ended = records(out)
+    assert code == 1 and default["tokens"] == alone([0], max_new_tokens=3)
+    assert "'streaming'" in streaming["error"]
+    assert ended["tokens"] == [token] and ended["finish_reason"] == "stop"
+
+
+def test_files_that_are_none_are_named(capsys, folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "\xff"}\n')
+    code, _, err = generate(capsys, folder, "--input", source)
+    assert code == 2 and "accepted: UTF-8" in err and "Traceback" not in err
+    code, _, err = generate(capsys, folder, "--prompt", "a", "--output", tmp_path)
+    assert code == 2 and "Is a directory" in err and "Traceback" not in err
+
+
 def test_a_prompt_that_fails_fails_alone(capsys, folder, tmp_path):
     source = write(
         tmp_path / "in.jsonl",
